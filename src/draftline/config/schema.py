@@ -1,0 +1,244 @@
+"""The configuration of a run: frozen pydantic models without torch.
+
+Field descriptions are the reference documentation. Units are in the names: `_s` seconds, `_bytes`, `_tokens`, `_rows`.
+Rules that join several fields are checked here, before any weight is loaded, and name the fields and the mend.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from draftline.config.drafter_spec import InBlockAttention, WindowOrigin
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetConfig(Section):
+    """The frozen model that will be accelerated."""
+
+    model: str = Field(description="Folder, hub id, or path of a .gguf file.")
+    revision: str | None = Field(default=None, description="Hub revision.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: bfloat16 on a GPU, float32 on the CPU."
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        default="auto", description="Attention backend of the target's forward."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run code from the model repository. Never implied.")
+
+
+class DataConfig(Section):
+    """What is trained on."""
+
+    path: Path = Field(description="Folder written by `draftline prepare`.")
+    validation_path: Path | None = Field(default=None, description="Prepared folder scored at syncs; null: none.")
+    row_tokens: int = Field(default=4096, ge=8, description="Most tokens of a row (one queue item, one micro-step).")
+
+
+class SlidingWindowConfig(Section):
+    """Sliding-window attention in the drafter."""
+
+    window_tokens: int = Field(default=2048, ge=1, description="Window W in tokens.")
+    layers: tuple[int, ...] = Field(description="0-based drafter layers that slide.")
+    in_block: InBlockAttention = Field(default="zlab", description="Attention inside a block; see docs/objective.md.")
+    origin: WindowOrigin = Field(default="query", description="What the window is measured from.")
+
+
+class DrafterConfig(Section):
+    """The model in training: a DFlash drafter in z-lab's checkpoint format. Null sizes are taken from the target."""
+
+    kind: Literal["dflash"] = "dflash"
+    num_layers: int = Field(default=5, ge=1, description="Decoder layers of the drafter.")
+    block_size: int = Field(default=16, ge=2, description="Slots of a block: the anchor token and B-1 mask tokens.")
+    mask_token_id: int = Field(ge=0, description="An embedding row of the target that text never uses.")
+    num_taps: int | None = Field(default=None, ge=1, description="Taps by z-lab's rule; null: num_layers.")
+    taps: tuple[int, ...] | None = Field(default=None, description="Explicit 0-based target layers; overrides num_taps.")
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=2)
+    sliding: SlidingWindowConfig | None = Field(default=None, description="null: full attention in all layers.")
+    init_from: Path | None = Field(default=None, description="Export or checkpoint to start from (warm start).")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sliding is not None:
+            bad = [i for i in self.sliding.layers if not 0 <= i < self.num_layers]
+            if bad:
+                raise ValueError(
+                    f"drafter.sliding.layers {bad} are outside the drafter's {self.num_layers} layers (0..{self.num_layers - 1})"
+                )
+        return self
+
+
+class ExponentialDecay(Section):
+    """w_k = exp(-(k - 1) / gamma) for slot k >= 1."""
+
+    kind: Literal["exponential"] = "exponential"
+    gamma: float = Field(default=7.0, gt=0, description="7/5/4 for block 16/10/8 in the DFlash paper; 10 for DDTree.")
+
+
+class DPaceDecay(Section):
+    """D-PACE weights (arXiv 2605.18810): each slot weighted by the chance that decoding reaches it, detached."""
+
+    kind: Literal["dpace"] = "dpace"
+    alpha: float = Field(default=0.5, ge=0, le=1)
+
+
+class NoDecay(Section):
+    """All slots alike."""
+
+    kind: Literal["none"] = "none"
+
+
+Decay = Annotated[ExponentialDecay | DPaceDecay | NoDecay, Field(discriminator="kind")]
+
+
+class FeatureNoise(Section):
+    """Noise added to captured tap features, in training only."""
+
+    kind: Literal["none", "uniform", "gaussian"] = "none"
+    scale: float = Field(default=0.05, ge=0, description="Half-width of uniform noise, standard deviation of gaussian.")
+
+
+class ObjectiveConfig(Section):
+    """What is minimised. L = (1 - kl_weight) CE + kl_weight KL + tv_weight TV + reverse_kl_weight RKL + cap_weight CAP."""
+
+    anchors: int = Field(default=512, ge=1, description="Anchor slots; see anchors_per.")
+    anchors_per: Literal["row", "conversation"] = Field(
+        default="row",
+        description="row: a sample gets its share of `anchors` by length; conversation: up to `anchors` each.",
+    )
+    decay: Decay = ExponentialDecay()
+    labels: Literal["data", "target"] = Field(default="data", description="The data's token or the target's argmax.")
+    kl_weight: float = Field(default=0.0, ge=0, le=1, description="Share of forward KL in the CE/KL blend.")
+    kl_temperature: float = Field(default=1.0, gt=0)
+    teacher_top_k: int | None = Field(default=None, ge=1, description="Keep the teacher's k best tokens; null: all.")
+    tv_weight: float = Field(default=0.0, ge=0)
+    reverse_kl_weight: float = Field(default=0.0, ge=0)
+    cap_weight: float = Field(default=0.0, ge=0, description="Confidence loss on correct slots (CAP).")
+    cap_temperature: float = Field(default=1.0, gt=0)
+    feature_noise: FeatureNoise = FeatureNoise()
+    token_noise_prob: float = Field(default=0.0, ge=0, le=1, description="Chance that an anchor token is replaced.")
+    head: Literal["fused", "checkpointed"] = Field(default="fused", description="fused: gradient formed in the forward.")
+    head_chunk_positions: int = Field(default=2048, ge=1, description="Positions whose logits live at once.")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if the target's final hidden state must be captured."""
+        return self.labels == "target" or any((self.kl_weight, self.tv_weight, self.reverse_kl_weight))
+
+
+class ScheduleConfig(Section):
+    """Learning-rate factor over the run; the clock is planned rows (see pipeline)."""
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_fraction: float = Field(default=0.04, ge=0, le=1)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1, description="wsd only: share of the run that decays.")
+    final_factor: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise ValueError("optimizer.schedule: warmup_fraction + decay_fraction is over 1; lower one of them")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW on fp32 masters."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: float = Field(default=6e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    accumulate_rows: int = Field(default=1, ge=1, description="Rows of one optimizer step of one drafter.")
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class PipelineConfig(Section):
+    """Workers, devices and bounds. Workers may share a device; `cpu` is a device too."""
+
+    target_devices: tuple[str, ...] = Field(default=("auto",), min_length=1, max_length=64)
+    drafter_devices: tuple[str, ...] = Field(default=("auto",), min_length=1, max_length=64)
+    hs_queue_depth: int = Field(default=2, ge=1, description="Waiting rows per drafter.")
+    prefetch_rows: int = Field(default=1, ge=0, description="Rows a drafter takes before its step in hand is done.")
+    queue_bytes: int | None = Field(default=None, ge=1, description="Bound on all admitted rows; null: rows alone bind.")
+    hold_on: Literal["source", "host"] = Field(default="source", description="Where waiting rows stay.")
+    max_set_aside: int = Field(default=0, ge=0, description="Samples that may be set aside before the run fails.")
+    max_restarts: int = Field(default=2, ge=0, description="Restarts of failed workers in the whole run.")
+    max_skipped_steps: int = Field(default=10, ge=0, description="Non-finite steps skipped before the run fails.")
+    stall_timeout_s: float = Field(default=600.0, gt=0, description="No progress for so long fails the run by name.")
+    compile: bool = Field(default=False, description="torch.compile the drafter's layers (GPU).")
+
+
+class AverageSync(Section):
+    """Local SGD: fp32 masters averaged, weighted by the supervised tokens each drafter trained in the round."""
+
+    kind: Literal["average"] = "average"
+    every_rows: int = Field(default=50, ge=1, description="Rows per drafter between two averagings.")
+    moments: Literal["keep", "average", "reset"] = Field(default="average", description="AdamW moments at a sync.")
+
+
+class CopySync(Section):
+    """Drafter 0's weights copied to all (the old way, for comparison)."""
+
+    kind: Literal["copy"] = "copy"
+    every_rows: int = Field(default=100, ge=1)
+
+
+class GradientSync(Section):
+    """Gradients summed over drafters at each optimizer step: equals one drafter with the joint batch."""
+
+    kind: Literal["gradient"] = "gradient"
+
+
+class OuterSync(Section):
+    """Averaging with an outer Nesterov step on the averaged change (DiLoCo)."""
+
+    kind: Literal["outer"] = "outer"
+    every_rows: int = Field(default=50, ge=1)
+    outer_learning_rate: float = Field(default=0.7, gt=0)
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
+SyncConfig = Annotated[AverageSync | CopySync | GradientSync | OuterSync, Field(discriminator="kind")]
+
+
+class CheckpointConfig(Section):
+    """Training checkpoints, cut at commits."""
+
+    every_rounds: int = Field(default=1, ge=1, description="Rounds between two checkpoints.")
+    keep: int = Field(default=2, ge=1, description="Checkpoints kept.")
+
+
+class MonitorConfig(Section):
+    """Live status and logs."""
+
+    status_every_s: float = Field(default=10.0, gt=0, description="Seconds between plain status lines in a log.")
+
+
+class RunConfig(Section):
+    """A whole training run. `output` holds the resolved configuration, logs, checkpoints and exports."""
+
+    output: Path
+    seed: int = Field(default=0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, description="Train only the plan's first rows.")
+    target: TargetConfig
+    data: DataConfig
+    drafter: DrafterConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    sync: SyncConfig = AverageSync()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
