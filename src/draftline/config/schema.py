@@ -59,7 +59,9 @@ class DrafterConfig(Section):
     block_size: int = Field(default=16, ge=2, description="Slots of a block: the anchor token and B-1 mask tokens.")
     mask_token_id: int = Field(ge=0, description="An embedding row of the target that text never uses.")
     num_taps: int | None = Field(default=None, ge=1, description="Taps by z-lab's rule; null: num_layers.")
-    taps: tuple[int, ...] | None = Field(default=None, description="Explicit 0-based target layers; overrides num_taps.")
+    taps: tuple[int, ...] | None = Field(
+        default=None, description="Explicit 0-based target layers; overrides num_taps."
+    )
     intermediate_size: int | None = Field(default=None, ge=1)
     num_heads: int | None = Field(default=None, ge=1)
     num_kv_heads: int | None = Field(default=None, ge=1)
@@ -73,7 +75,8 @@ class DrafterConfig(Section):
             bad = [i for i in self.sliding.layers if not 0 <= i < self.num_layers]
             if bad:
                 raise ValueError(
-                    f"drafter.sliding.layers {bad} are outside the drafter's {self.num_layers} layers (0..{self.num_layers - 1})"
+                    f"drafter.sliding.layers {bad} are outside the drafter's {self.num_layers} layers "
+                    f"(0..{self.num_layers - 1})"
                 )
         return self
 
@@ -109,7 +112,10 @@ class FeatureNoise(Section):
 
 
 class ObjectiveConfig(Section):
-    """What is minimised. L = (1 - kl_weight) CE + kl_weight KL + tv_weight TV + reverse_kl_weight RKL + cap_weight CAP."""
+    """What is minimised.
+
+    L = (1 - kl_weight) CE + kl_weight KL + tv_weight TV + reverse_kl_weight RKL + cap_weight CAP.
+    """
 
     anchors: int = Field(default=512, ge=1, description="Anchor slots; see anchors_per.")
     anchors_per: Literal["row", "conversation"] = Field(
@@ -127,7 +133,9 @@ class ObjectiveConfig(Section):
     cap_temperature: float = Field(default=1.0, gt=0)
     feature_noise: FeatureNoise = FeatureNoise()
     token_noise_prob: float = Field(default=0.0, ge=0, le=1, description="Chance that an anchor token is replaced.")
-    head: Literal["fused", "checkpointed"] = Field(default="fused", description="fused: gradient formed in the forward.")
+    head: Literal["fused", "checkpointed"] = Field(
+        default="fused", description="fused: gradient formed in the forward."
+    )
     head_chunk_positions: int = Field(default=2048, ge=1, description="Positions whose logits live at once.")
 
     @property
@@ -171,7 +179,9 @@ class PipelineConfig(Section):
     drafter_devices: tuple[str, ...] = Field(default=("auto",), min_length=1, max_length=64)
     hs_queue_depth: int = Field(default=2, ge=1, description="Waiting rows per drafter.")
     prefetch_rows: int = Field(default=1, ge=0, description="Rows a drafter takes before its step in hand is done.")
-    queue_bytes: int | None = Field(default=None, ge=1, description="Bound on all admitted rows; null: rows alone bind.")
+    queue_bytes: int | None = Field(
+        default=None, ge=1, description="Bound on all admitted rows; null: rows alone bind."
+    )
     hold_on: Literal["source", "host"] = Field(default="source", description="Where waiting rows stay.")
     max_set_aside: int = Field(default=0, ge=0, description="Samples that may be set aside before the run fails.")
     max_restarts: int = Field(default=2, ge=0, description="Restarts of failed workers in the whole run.")
@@ -224,6 +234,9 @@ class MonitorConfig(Section):
     """Live status and logs."""
 
     status_every_s: float = Field(default=10.0, gt=0, description="Seconds between plain status lines in a log.")
+    trackers: tuple[Literal["tensorboard"], ...] = Field(
+        default=(), description="Trackers beside metrics.jsonl; they need the extra `trackers`."
+    )
 
 
 class RunConfig(Section):
