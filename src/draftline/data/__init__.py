@@ -1,0 +1,1 @@
+"""Conversations in, token shards and planned rows out. Nothing here imports torch except `regenerate`."""

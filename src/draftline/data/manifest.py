@@ -1,0 +1,135 @@
+"""The description of a prepared data set: what is in it, where it came from, and how to tell that it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftline.errors import UserError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_FORMAT = "draftline-dataset"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardRecord(_Record):
+    """One Arrow IPC file of the data set."""
+
+    name: str
+    n_samples: int
+    n_bytes: int
+    sha256: str
+
+
+class SourceRecord(_Record):
+    """One source as it was named, with the rows read from it; `sha256` of the file where it is one."""
+
+    name: str
+    in_rows: int
+    sha256: str | None = None
+
+
+class DatasetFacts(_Record):
+    """What the writer of a data set must know about it besides the samples themselves.
+
+    Attributes:
+        tokenizer_fingerprint: of the tokenizer that made the ids; see `tokens.tokenizer_fingerprint`.
+        template_hash: of the chat template and its arguments.
+        vocab_size: ids are below it.
+        max_tokens: the length limit of a sample.
+        turns: which assistant turns are supervised.
+        in_rows, rejected: rows read, and rows turned away by reason.
+        n_answer_cut: samples whose answer was cut by a length limit (kept).
+        n_turns_left_out: assistant turns left unsupervised because the template rewrites them.
+        part: which part of a split this is.
+    """
+
+    tokenizer_fingerprint: str
+    template_hash: str
+    vocab_size: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+    turns: Literal["all", "last"] = "all"
+    sources: tuple[SourceRecord, ...] = ()
+    in_rows: int = 0
+    rejected: dict[str, int] = Field(default_factory=dict)
+    n_answer_cut: int = 0
+    n_turns_left_out: int = 0
+    part: Literal["all", "train", "validation"] = "all"
+
+
+class DatasetManifest(DatasetFacts):
+    """`manifest.json` of a prepared data set."""
+
+    format: Literal["draftline-dataset"] = "draftline-dataset"
+    schema_version: Literal[1] = 1
+    n_samples: int
+    n_tokens: int
+    n_supervised: int
+    shards: tuple[ShardRecord, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the samples, their order or their tokenizer do; not when the folder moves."""
+        content = [self.schema_version, self.tokenizer_fingerprint, [shard.sha256 for shard in self.shards]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> DatasetManifest:
+    """Read and check `path/manifest.json`.
+
+    Raises:
+        UserError: no folder, no manifest, not ours, written by a newer draftline, or damaged.
+    """
+    file = path / MANIFEST_NAME
+    mend = "give a folder written by `draftline prepare`"
+    if not file.is_file():
+        missing = f"no {MANIFEST_NAME} in it" if path.is_dir() else "no such folder"
+        raise UserError(missing, where=str(path), mend=mend)
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"not readable as JSON ({error})", where=str(file), mend="prepare the data again") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UserError("not the manifest of a draftline data set", where=str(file), mend=mend)
+    _check_version(content, file)
+    try:
+        return DatasetManifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UserError(f"{field}: {first['msg']}", where=str(file), mend="prepare the data again") from None
+
+
+def require_tokenizer(manifest: DatasetManifest, fingerprint: str, *, where: str) -> None:
+    """Refuse a data set whose ids were made by another tokenizer than the target's.
+
+    Raises:
+        UserError: naming both fingerprints.
+    """
+    if manifest.tokenizer_fingerprint != fingerprint:
+        raise UserError(
+            f"the data was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
+            f"the target has {fingerprint[:12]}",
+            where=where,
+            mend="prepare the data with this target",
+        )
+
+
+def _check_version(content: dict[str, Any], file: Path) -> None:
+    version = content.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UserError(
+            f"schema version {version} is newer than {SCHEMA_VERSION}, the newest this draftline reads",
+            where=str(file),
+            mend="update draftline",
+        )
+    if version != SCHEMA_VERSION:
+        raise UserError(f"unknown schema version {version!r}", where=str(file), mend="prepare the data again")
