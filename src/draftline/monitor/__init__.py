@@ -1,0 +1,1 @@
+"""Watching a run: spans, metrics, verdicts, the status line, trackers."""

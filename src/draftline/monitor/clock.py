@@ -1,0 +1,184 @@
+"""The clock of one worker: how long it worked, waited, compiled, and how many rows came of it.
+
+Written by the worker's own thread, read by the monitor thread; one lock, held for a few assignments. Spans may nest:
+time inside an inner span counts for the inner one only, while the event log gets both whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from draftline.monitor.events import Activity
+from draftline.monitor.status import Role, WorkerState, WorkerStatus
+
+RECENT_PIECES = 2048
+RECENT_ROWS = 64
+# Records kept to compute rates over the window: enough for a minute of rows at 60 rows a second.
+RECENT_DONE = 4096
+
+OnSpan = Callable[[str, Activity, str, float, float, dict[str, Any]], None]
+
+
+class OpenSpan:
+    """A span being measured. `facts` may be added to until it ends."""
+
+    __slots__ = ("_clock", "activity", "facts", "t0_s", "what")
+
+    def __init__(self, clock: WorkerClock, activity: Activity, what: str, facts: dict[str, Any]) -> None:
+        self._clock, self.activity, self.what, self.facts = clock, activity, what, facts
+        self.t0_s = 0.0
+
+    def __enter__(self) -> OpenSpan:
+        self._clock._enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.facts["error"] = kind.__name__
+        self._clock._exit(self)
+
+
+class WorkerClock:
+    """Time per activity, rows and tokens of one worker.
+
+    Args:
+        name: for example `drafter-1`.
+        role: which side it belongs to.
+        clock: monotonic seconds.
+        on_span: called with every finished span, in the worker's thread.
+    """
+
+    def __init__(self, name: str, role: Role, clock: Callable[[], float], on_span: OnSpan | None = None) -> None:
+        self.name, self.role = name, role
+        self.first_work_s: float | None = None
+        self._clock, self._on_span = clock, on_span
+        self._lock = threading.Lock()
+        self._born_s = clock()
+        self._open: list[OpenSpan] = []
+        self._piece_start_s = 0.0
+        self._pieces: deque[tuple[float, float, Activity, str]] = deque(maxlen=RECENT_PIECES)
+        self._seconds: dict[str, float] = {}
+        self._wait_seconds: dict[str, float] = {}
+        self._done: deque[tuple[float, int, int]] = deque(maxlen=RECENT_DONE)
+        self._row_costs: deque[tuple[int, int, float]] = deque(maxlen=RECENT_ROWS)
+        self._working_at_last_done_s = 0.0
+        self._rows = self._tokens = 0
+        self._state: WorkerState = "running"
+        self._reason = ""
+
+    def span(self, activity: Activity, what: str = "", **facts: Any) -> OpenSpan:
+        """Measure the body of a `with`. For `waiting`, `what` is one of `Wait`, so that verdicts can be reached."""
+        return OpenSpan(self, activity, what, facts)
+
+    def done(self, *, rows: int = 1, tokens: int = 0) -> None:
+        """Rows finished, whose work lies in `working` spans since the last call (the open one counts)."""
+        now = self._clock()
+        with self._lock:
+            self._rows, self._tokens = self._rows + rows, self._tokens + tokens
+            working = self._seconds.get("working", 0.0)
+            if self._open and self._open[-1].activity == "working":
+                working += now - self._piece_start_s
+            self._row_costs.append((rows, tokens, working - self._working_at_last_done_s))
+            self._working_at_last_done_s = working
+            self._done.append((now, rows, tokens))
+
+    def end(self, reason: str | None = None) -> None:
+        """The worker is gone: by itself, or failed with `reason`."""
+        with self._lock:
+            self._state, self._reason = ("ended", "") if reason is None else ("failed", reason)
+
+    def revive(self) -> None:
+        """The worker was started again."""
+        with self._lock:
+            self._state, self._reason = "running", ""
+
+    def totals(self) -> tuple[int, int]:
+        """Rows and tokens of the session."""
+        with self._lock:
+            return self._rows, self._tokens
+
+    def done_since(self, begin_s: float) -> tuple[int, int]:
+        """Rows and tokens finished after a moment."""
+        with self._lock:
+            recent = [(rows, tokens) for t, rows, tokens in self._done if t > begin_s]
+        return sum(r for r, _ in recent), sum(t for _, t in recent)
+
+    def status(self, now: float, window_s: float) -> WorkerStatus:
+        """What the worker does now, its shares of the last `window_s` seconds, its totals."""
+        with self._lock:
+            begin = max(self._born_s, now - window_s)
+            pieces = self._recent_pieces(begin, now)
+            length = max(now - begin, 1e-9)
+            top = self._open[-1] if self._open else None
+            tokens, cost_s = sum(t for _, t, _ in self._row_costs), sum(s for _, _, s in self._row_costs)
+            rows = sum(r for r, _, _ in self._row_costs)
+            return WorkerStatus(
+                name=self.name,
+                role=self.role,
+                state=self._state,
+                reason=self._reason,
+                activity=top.activity if top else None,
+                what=str(top.what) if top else "",
+                since_s=now - top.t0_s if top else 0.0,
+                shares=_shares([(p[2], p[1] - p[0]) for p in pieces], length),
+                wait_shares=_shares([(p[3], p[1] - p[0]) for p in pieces if p[2] == "waiting"], length),
+                seconds=dict(self._seconds),
+                wait_seconds=dict(self._wait_seconds),
+                rows=self._rows,
+                tokens=self._tokens,
+                tokens_per_s=tokens / cost_s if tokens and cost_s > 0 else None,
+                row_s=cost_s / rows if rows and cost_s > 0 else None,
+            )
+
+    def _recent_pieces(self, begin: float, now: float) -> list[tuple[float, float, Activity, str]]:
+        found = []
+        if self._open:
+            top = self._open[-1]
+            found.append((max(begin, self._piece_start_s), now, top.activity, str(top.what)))
+        for t0, t1, activity, what in reversed(self._pieces):
+            if t1 <= begin:
+                break
+            found.append((max(begin, t0), t1, activity, what))
+        return found
+
+    def _enter(self, span: OpenSpan) -> None:
+        now = self._clock()
+        with self._lock:
+            if self._open:
+                self._end_piece(now)
+            span.t0_s = self._piece_start_s = now
+            self._open.append(span)
+            if span.activity == "working" and self.first_work_s is None:
+                self.first_work_s = now
+
+    def _exit(self, span: OpenSpan) -> None:
+        now = self._clock()
+        with self._lock:
+            self._end_piece(now)
+            self._open.pop()
+            self._piece_start_s = now
+        if self._on_span is not None:
+            self._on_span(self.name, span.activity, str(span.what), span.t0_s, now, span.facts)
+
+    def _end_piece(self, now: float) -> None:
+        """Book the time since the last change to the innermost open span."""
+        top = self._open[-1]
+        length = now - self._piece_start_s
+        self._pieces.append((self._piece_start_s, now, top.activity, str(top.what)))
+        self._seconds[top.activity] = self._seconds.get(top.activity, 0.0) + length
+        if top.activity == "waiting":
+            what = str(top.what)
+            self._wait_seconds[what] = self._wait_seconds.get(what, 0.0) + length
+
+
+def _shares(pieces: list[tuple[str, float]], length: float) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for name, seconds in pieces:
+        shares[name] = shares.get(name, 0.0) + seconds / length
+    return shares

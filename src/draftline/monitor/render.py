@@ -1,0 +1,142 @@
+"""A run's status as text: for the live display, the log and watch. ASCII only, readable from 40 columns up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftline.monitor.status import QueueGauge, StatusSnapshot, WorkerStatus
+from draftline.monitor.verdict import rate
+
+SEPARATOR = " | "
+
+
+def status_line(snapshot: StatusSnapshot) -> str:
+    """All of it on one line, for a log."""
+    return SEPARATOR.join(status_segments(snapshot))
+
+
+def status_lines(snapshot: StatusSnapshot, width: int) -> list[str]:
+    """The status line and the verdict, broken to `width` columns."""
+    return [*flow(status_segments(snapshot), width), *wrap(snapshot.verdict.sentence, width)]
+
+
+def status_segments(snapshot: StatusSnapshot) -> list[str]:
+    """rows, loss, acceptance estimate, trained rate, capacity of both sides, queue, waiting shares, time left."""
+    ledger, capacities = snapshot.ledger, snapshot.capacities
+    done = ledger.committed + ledger.trained
+    segments = [f"{done}/{ledger.planned} rows" if ledger.planned else f"{snapshot.rows_trained} rows"]
+    if ledger.set_aside:
+        segments.append(f"{ledger.set_aside} set aside")
+    segments += [
+        f"loss {number(snapshot.loss, 3)}",
+        f"acc {number(snapshot.acceptance, 2)}",
+        rate(snapshot.tokens_per_s),
+        f"can: targets {rate(capacities.target_tokens_per_s)}, drafters {rate(capacities.drafter_tokens_per_s)}",
+    ]
+    if snapshot.validation_acceptance is not None:
+        segments.insert(3, f"val acc {number(snapshot.validation_acceptance, 2)}")
+    if snapshot.queue is not None:
+        segments.append(queue_text(snapshot.queue))
+    if snapshot.workers:
+        segments.append("wait " + " ".join(f"{short_name(w)} {waiting_share(w):.0%}" for w in snapshot.workers))
+    segments.append(f"left {duration(snapshot.time_left_s)}")
+    return segments
+
+
+def queue_text(queue: QueueGauge) -> str:
+    """`queue 2/4 rows 31.0 MiB`."""
+    bound = f"/{queue.max_rows}" if queue.max_rows is not None else ""
+    limit = f"/{size(queue.max_bytes)}" if queue.max_bytes is not None else ""
+    return f"queue {queue.rows}{bound} rows {size(queue.bytes)}{limit}"
+
+
+def worker_lines(workers: Sequence[WorkerStatus], width: int) -> list[str]:
+    """A table of what each worker does now and where its time went; two lines a worker when it is narrow."""
+    lines = []
+    for worker in workers:
+        now = _now(worker)
+        shares = " ".join(f"{name} {share:.0%}" for name, share in sorted(worker.shares.items(), key=_by_share))
+        facts = f"{worker.rows} rows, {rate(worker.tokens_per_s)}"
+        if width >= 100:
+            lines.append(f"{worker.name:<11} {now:<34.34} {facts:<26} {shares}"[:width])
+        else:
+            lines += [f"{worker.name}: {now}"[:width], f"  {facts}; {shares}"[:width]]
+    return lines
+
+
+def short_name(worker: WorkerStatus) -> str:
+    """`target-0` -> `t0`."""
+    role, dash, number_ = worker.name.rpartition("-")
+    return f"{role[0]}{number_}" if dash and role and number_.isdigit() else worker.name
+
+
+def waiting_share(worker: WorkerStatus) -> float:
+    return worker.shares.get("waiting", 0.0)
+
+
+def number(value: float | None, digits: int) -> str:
+    return "?" if value is None else f"{value:.{digits}f}"
+
+
+def size(n_bytes: int) -> str:
+    """Bytes for people, in powers of 1024."""
+    value, units = float(n_bytes), ("B", "KiB", "MiB", "GiB")
+    for unit in units:
+        if value < 1024 or unit == units[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float | None) -> str:
+    """`12s`, `3m05s`, `1h02m`, `2d03h`."""
+    if seconds is None:
+        return "?"
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """The text with what the stream cannot show replaced by `?`."""
+    return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break at spaces; a longer word stands alone and is cut."""
+    lines = [""]
+    for word in text.split():
+        joined = f"{lines[-1]} {word}".strip()
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(word[:width])
+    return [line for line in lines if line]
+
+
+def flow(segments: Sequence[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for segment in segments:
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(segment) <= width:
+            lines[-1] += SEPARATOR + segment
+        else:
+            lines += wrap(segment, width)
+    return lines
+
+
+def _now(worker: WorkerStatus) -> str:
+    if worker.state != "running":
+        return f"{worker.state}{': ' + worker.reason if worker.reason else ''}"
+    if worker.activity is None:
+        return "between spans"
+    joined = "waiting for " if worker.activity == "waiting" else f"{worker.activity} "
+    return f"{joined}{worker.what}".strip() + f" ({duration(worker.since_s)})"
+
+
+def _by_share(item: tuple[str, float]) -> float:
+    return -item[1]

@@ -1,0 +1,123 @@
+"""Where training curves go. `metrics.jsonl` always; TensorBoard when configured.
+
+A tracker that cannot start is the user's to mend before the run; one that fails later is reported once and left out,
+and the run goes on. Only numbers are ever handed over, never configuration, so nothing secret can be logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftline.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes named numbers at rising steps (rows trained)."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object a line: step, wall (seconds since 1970), then the metrics. NaN and infinities become text."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held open for the life of the run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "wall": round(self._wall(), 3), **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Scalars in `folder`, for `tensorboard --logdir`. Needs the extra `trackers`."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackerSet:
+    """Several trackers as one that never raises. Thread-safe.
+
+    A tracker that raises is recorded in `failed` (name -> reason), warned about once, and not called again.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self._lock = threading.Lock()
+        self.failed: dict[str, str] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            for tracker in list(self._trackers):
+                self._guard(tracker, lambda t=tracker: t.log(step, metrics))  # type: ignore[misc]
+
+    def close(self) -> None:
+        with self._lock:
+            for tracker in list(self._trackers):
+                self._guard(tracker, tracker.close)
+            self._trackers.clear()
+
+    def _guard(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - third-party code; recorded, reported and disabled, as documented
+            self.failed[tracker.name] = f"{type(error).__name__}: {error}"
+            self._trackers.remove(tracker)
+            _log.warning("tracker %s failed and is switched off: %s", tracker.name, self.failed[tracker.name])
+
+
+def open_trackers(names: Sequence[str], run_dir: Path) -> TrackerSet:
+    """Start `metrics.jsonl` and every configured tracker.
+
+    Raises:
+        UserError: a tracker is not installed or cannot start.
+    """
+    try:
+        trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(run_dir / "metrics.jsonl")) from None
+    if "tensorboard" in names:
+        trackers.append(_tensorboard(run_dir / "tensorboard"))
+    return TrackerSet(trackers)
+
+
+def _tensorboard(folder: Path) -> Tracker:
+    where = "monitor.trackers"
+    try:
+        return TensorBoardTracker(folder)
+    except ImportError:
+        mend = "install draftline[trackers], or leave it out"
+        raise UserError("tensorboard is not installed", where=where, mend=mend) from None
+    except OSError as error:
+        raise UserError(f"tensorboard cannot write {folder}: {error.strerror}", where=where) from None

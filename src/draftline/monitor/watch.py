@@ -1,0 +1,134 @@
+"""Look at a run from outside: read its folder, say how it goes or how it ended, draw it.
+
+Only reads, so any number of watchers may look at once. `status.json` is replaced whole by the run every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from pydantic import ValidationError
+
+from draftline.errors import UserError
+from draftline.monitor.render import duration, flow, status_segments, worker_lines, wrap
+from draftline.monitor.run import STATUS_FILE
+from draftline.monitor.status import SCHEMA_VERSION, ProcessInfo, StatusFile, StatusSnapshot
+
+RunState = Literal["running", "silent", "closed", "stopped", "failed", "killed", "elsewhere"]
+# The run writes every two seconds; a busy disk may delay it, a minute without a word is worth saying.
+SILENT_AFTER_S = 60.0
+# Process start times are read with a resolution of about 10 ms, and shift with corrections of the wall clock.
+SAME_PROCESS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run as seen from outside.
+
+    Attributes:
+        state: running; silent (alive, but no status for a minute); closed, stopped or failed as the run said itself;
+            killed (its process is gone and never said an end); elsewhere (on another host, cannot be told).
+        detail: the same in words, with the time.
+        age_s: seconds since the snapshot was written.
+    """
+
+    state: RunState
+    detail: str
+    age_s: float
+    snapshot: StatusSnapshot
+
+
+def read_status(run_dir: Path, *, wall: Callable[[], float] = time.time) -> RunStatus:
+    """Status of a run in progress or finished.
+
+    Raises:
+        UserError: not a run folder, not started yet, half-written, or of a newer version.
+    """
+    path = run_dir / STATUS_FILE
+    if not run_dir.is_dir():
+        raise UserError("no such folder", where=str(run_dir), mend="give the run's output folder")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        mend = "the run has not started yet, or this is not the output folder of a run"
+        raise UserError(f"holds no {STATUS_FILE}", where=str(run_dir), mend=mend) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    status = _parse(text, path)
+    age_s = max(0.0, wall() - status.written_wall_s)
+    state, detail = _judge(status, age_s)
+    return RunStatus(state=state, detail=detail, age_s=age_s, snapshot=status.snapshot)
+
+
+def render_status(status: RunStatus, width: int) -> str:
+    """The whole of it as text, at most `width` columns wide: state, figures, workers, verdict."""
+    snapshot = status.snapshot
+    head = f"{status.detail}; {duration(snapshot.elapsed_s)} in all"
+    verdict = [] if status.state in ("closed", "stopped") else wrap(snapshot.verdict.sentence, width)
+    lines = [
+        *wrap(head, width),
+        *flow(status_segments(snapshot), width),
+        *worker_lines(snapshot.workers, width),
+        *verdict,
+    ]
+    return "\n".join(lines)
+
+
+def _parse(text: str, path: Path) -> StatusFile:
+    broken = UserError("is not whole", where=str(path), mend="look again in a few seconds; else the run is damaged")
+    try:
+        document: Any = json.loads(text)
+    except ValueError:
+        raise broken from None
+    if not isinstance(document, dict):
+        raise broken
+    version = document.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UserError(
+            f"is of version {version}; this draftline reads up to {SCHEMA_VERSION}",
+            where=str(path),
+            mend="use the draftline that wrote it, or a newer one",
+        )
+    try:
+        return StatusFile.model_validate_json(text)
+    except ValidationError:
+        raise broken from None
+
+
+def _judge(status: StatusFile, age_s: float) -> tuple[RunState, str]:
+    if status.end is not None:
+        reason = f": {status.end.reason}" if status.end.reason else ""
+        return status.end.outcome, f"{_WORDS[status.end.outcome]} at {_when(status.end.wall_s)}{reason}"
+    if status.process.host != socket.gethostname():
+        return "elsewhere", f"runs on {status.process.host}; last status {duration(age_s)} ago"
+    if not _alive(status.process):
+        return "killed", f"killed at about {_when(status.written_wall_s)}: its process is gone and left no end"
+    if age_s > SILENT_AFTER_S:
+        return "silent", f"alive, but no status for {duration(age_s)}"
+    return "running", "running"
+
+
+_WORDS = {"closed": "finished", "stopped": "stopped on request", "failed": "failed"}
+
+
+def _alive(process: ProcessInfo) -> bool:
+    """Same pid AND same start time: a pid may be taken again by another process."""
+    try:
+        found = psutil.Process(process.pid)
+        running = found.status() != psutil.STATUS_ZOMBIE
+        return running and abs(found.create_time() - process.start_wall_s) < SAME_PROCESS_S
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _when(wall_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s))
