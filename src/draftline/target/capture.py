@@ -211,7 +211,7 @@ def packed_arguments(
 
 
 def block_diagonal_mask(documents_T: torch.Tensor, attention: str, dtype: torch.dtype) -> torch.Tensor:
-    """Causal mask [1, 1, T, T] inside each document: bool for sdpa, additive for eager (which would add a bool as 1)."""
+    """Causal mask [1, 1, T, T] inside each document: bool for sdpa, additive for eager, which would add True as 1."""
     order_T = torch.arange(len(documents_T), device=documents_T.device)
     visible_TT = (documents_T[:, None] == documents_T[None, :]) & (order_T[:, None] >= order_T[None, :])
     if attention == "eager":

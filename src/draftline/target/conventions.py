@@ -46,15 +46,14 @@ def aux_ids_to_taps(aux_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     Raises:
         UserError: an id is the embedding (0), the last entry (num_layers), or outside the model.
     """
+    mend = f"use 1..{num_layers - 1}"
     for aux in aux_ids:
         if aux == 0:
-            raise UserError(
-                "0 is the embedding, not a layer's output", where="aux ids", mend=f"use 1..{num_layers - 1}"
-            )
+            raise UserError("0 is the embedding, not a layer's output", where="aux ids", mend=mend)
         if aux == num_layers:
             raise UserError(
                 f"{aux} is the state after the last layer, given before or after the final norm by different tools",
                 where="aux ids",
-                mend=f"use 1..{num_layers - 1}",
+                mend=mend,
             )
     return check_taps([aux - 1 for aux in aux_ids], num_layers)

@@ -189,8 +189,7 @@ def generation_eos_ids(config: TargetConfig, hf_config: Any) -> tuple[int, ...]:
     if source.gguf_file is not None:
         return _as_ids(hf_config.get_text_config(decoder=True).eos_token_id)
     try:
-        kwargs = {} if source.revision is None else {"revision": source.revision}
-        generation = GenerationConfig.from_pretrained(source.name, **kwargs)
+        generation = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
     except OSError:  # the file is optional
         return ()
     return _as_ids(generation.eos_token_id)
