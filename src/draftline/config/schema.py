@@ -182,6 +182,7 @@ class PipelineConfig(Section):
     queue_bytes: int | None = Field(
         default=None, ge=1, description="Bound on all admitted rows; null: rows alone bind."
     )
+    ordered: bool = Field(default=False, description="Hand rows out in plan order, for repeatable runs.")
     hold_on: Literal["source", "host"] = Field(default="source", description="Where waiting rows stay.")
     max_set_aside: int = Field(default=0, ge=0, description="Samples that may be set aside before the run fails.")
     max_restarts: int = Field(default=2, ge=0, description="Restarts of failed workers in the whole run.")

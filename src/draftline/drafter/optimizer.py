@@ -1,0 +1,145 @@
+"""fp32 master weights, their AdamW, and the compute copies that the drafter runs with.
+
+Per row the drafter adds the gradient of the loss NUMERATOR to its compute parameters. `absorb` moves it into the fp32
+gradient of the masters, `step` divides once by the denominator of the whole optimizer step, clips, and updates. A
+step whose gradient is not finite, or whose denominator is 0 (no valid anchor), changes nothing: not the weights, not
+the moments, not the weight decay. On a GPU that decision is taken on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from draftline.config.schema import OptimizerConfig
+
+
+class MasterOptimizer:
+    """AdamW over fp32 masters of one drafter replica.
+
+    Args:
+        module: the drafter; parameters in its compute dtype (fp32 parameters are their own masters).
+        config: optimizer section.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+        self.names = [name for name, _ in module.named_parameters()]
+        self._compute = list(module.parameters())
+        self.device = self._compute[0].device
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self._compute]
+        self._on_gpu = self.device.type == "cuda"
+        self._clip_norm = config.clip_norm
+        self._gradients = [torch.zeros_like(m, dtype=torch.float32) for m in self.masters]
+        self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
+        for master in self.masters:
+            master.requires_grad_(True)
+        decay = [m for m in self.masters if m.ndim > 1]
+        plain = [m for m in self.masters if m.ndim <= 1]  # norm weights are not decayed
+        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=self._on_gpu,
+        )
+        self._create_state()
+
+    def _create_state(self) -> None:
+        """Makes the moments now, so that memory is known and a checkpoint always holds all of them."""
+        for master in self.masters:
+            state = self.adamw.state[master]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.device if self._on_gpu else "cpu")
+            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+
+    def absorb(self, denominator: Tensor) -> None:
+        """Adds the compute parameters' gradients and this row's denominator to the step in the making."""
+        with torch.no_grad():
+            for parameter, total in zip(self._compute, self._gradients, strict=True):
+                if parameter.grad is not None:
+                    total.add_(parameter.grad)
+                    parameter.grad = None
+            self._denominator += denominator.detach().to(self._denominator)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """fp32 sums of numerator gradients of the step in the making, in the order of `masters`."""
+        return self._gradients
+
+    @property
+    def denominator(self) -> Tensor:
+        """Scalar sum of denominators of the step in the making."""
+        return self._denominator
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step over everything absorbed since the last one.
+
+        Returns:
+            (gradient norm before clipping, skipped): device scalars; `skipped` is 1.0 if a non-finite gradient was
+            met and 0.0 otherwise (a step without any supervised slot is not counted as skipped).
+        """
+        inverse = torch.where(self._denominator > 0, 1.0 / self._denominator, 0.0).float()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._gradients))) * inverse
+        finite = torch.isfinite(norm)
+        scale = inverse if self._clip_norm is None else inverse * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        blocked = ~finite | (self._denominator <= 0)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self._apply(scale, blocked)
+        self.clear()
+        return norm, (~finite).float()
+
+    def _apply(self, scale: Tensor, blocked: Tensor) -> None:
+        if not self._on_gpu and bool(blocked):
+            return
+        torch._foreach_mul_(self._gradients, scale)
+        for master, gradient in zip(self.masters, self._gradients, strict=True):
+            master.grad = gradient
+        if self._on_gpu:
+            # The fused kernel leaves weights, moments and step count alone where found_inf is 1: no host sync.
+            self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
+        self.adamw.step()
+        for master in self.masters:
+            master.grad = None
+        self.refresh()
+
+    def clear(self) -> None:
+        """Forgets everything absorbed."""
+        torch._foreach_zero_(self._gradients)
+        self._denominator.zero_()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Writes the masters into the compute parameters, in place."""
+        pairs = [(p, m) for p, m in zip(self._compute, self.masters, strict=True) if p is not m]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            for key, value in self.adamw.state[master].items():
+                yield f"{name}.{key}", value
+
+    @torch.no_grad()
+    def load_moments(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `moments`; all keys must be there."""
+        for key, value in self.moments():
+            value.copy_(tensors[key])
+
+    @torch.no_grad()
+    def load_masters(self, tensors: dict[str, Tensor]) -> None:
+        """Sets masters (and compute copies) by parameter name."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors[name])
+        self.refresh()
+
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """Zero moments and step counts, as at the start."""
+        for _, value in self.moments():
+            value.zero_()

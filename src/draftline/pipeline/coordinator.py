@@ -1,0 +1,303 @@
+"""PipelineCoordinator: owns a run in one process.
+
+    consumes     a RunPlan, and a checkpoint when resumed
+    produces     a trained drafter: checkpoints, an export, and the ledger's closing line
+    starts       one thread per target and drafter, the monitor, the signal watcher
+    waits for    the end of the exchange: CLOSED, STOPPED or FAILED; every worker thread ends by itself
+    on failure   RunFailedError with the worker's name; the checkpoints written so far stay
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftline.data.rows import plan_rows
+from draftline.data.shards import TokenDataset
+from draftline.drafter.loop import DrafterTrainLoop
+from draftline.drafter.schedule import LearningRate
+from draftline.drafter.sync import Synchronizer
+from draftline.errors import DraftlineError, RunFailedError, RunStoppedError
+from draftline.export.zlab import export_zlab
+from draftline.pipeline.budget import FailureBudget
+from draftline.pipeline.core import End, LedgerCounts, LedgerState, Meeting
+from draftline.pipeline.exporting import drafter_of_run
+from draftline.pipeline.meeting import MeetingRoom
+from draftline.pipeline.reporting import RunReporter
+from draftline.pipeline.run_folder import RunFolder, claim_run_folder
+from draftline.pipeline.runplan import RunPlan
+from draftline.pipeline.signals import StopSignals
+from draftline.pipeline.threads import RowExchange
+from draftline.pipeline.workers import (
+    DrafterWorker,
+    load_targets,
+    make_captures,
+    make_drafters,
+    prove_targets,
+)
+from draftline.records import HiddenStateRow
+from draftline.target.capture import TargetCapture
+from draftline.target.load import LoadedTarget
+from draftline.target.loop import TargetForwardLoop
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        end: CLOSED.
+        ledger: `planned = committed + set aside + in flight + remaining`.
+        export: the finished drafter.
+        training_s: from the start of the loops to their end; loading and the final export not counted.
+        tokens, supervised_tokens: trained in this process.
+        rows_by_drafter: rows each drafter trained in this process.
+    """
+
+    end: End
+    ledger: LedgerCounts
+    output: Path
+    export: Path
+    training_s: float
+    tokens: int
+    supervised_tokens: int
+    rows_by_drafter: tuple[int, ...]
+
+    def summary_lines(self) -> list[str]:
+        """Plain lines for the end of a run."""
+        return [
+            f"ledger: {self.ledger}",
+            f"trained {self.tokens} tokens ({self.supervised_tokens} supervised) in {self.training_s:.1f} s; "
+            f"rows by drafter: {', '.join(map(str, self.rows_by_drafter))}",
+            f"drafter: {self.export}",
+        ]
+
+
+def train(plan: RunPlan, *, resume: bool = False, export_initial: Path | None = None) -> TrainResult:
+    """Runs a plan to its end.
+
+    Args:
+        resume: go on from the last whole checkpoint in the run's folder.
+        export_initial: also export the drafter as it was before its first row (for comparisons).
+
+    Raises:
+        UserError: bad input, found before the first row.
+        RunFailedError: the run failed; names the worker.
+        RunStoppedError: stopped by a signal, after its checkpoint.
+    """
+    learning_rate = LearningRate(plan.config.optimizer, len(plan.rows))
+    targets = load_targets(plan)
+    folder = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
+    with _shared_cores(plan), RunReporter(plan, folder) as reporter:
+        coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter)
+        if export_initial is not None:
+            export_zlab(coordinator.drafters[0].module, export_initial, dtype="float32")
+        return coordinator.run()
+
+
+class PipelineCoordinator:
+    """Builds the workers, runs them, and closes the run.
+
+    Args:
+        plan: the run.
+        folder: its claimed folder.
+        targets: loaded, one per target worker.
+        learning_rate: the checked schedule.
+        reporter: where everything is counted and shown.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        folder: RunFolder,
+        targets: Sequence[LoadedTarget],
+        learning_rate: LearningRate,
+        reporter: RunReporter,
+    ) -> None:
+        self._plan, self._folder, self._reporter = plan, folder, reporter
+        for line in folder.passed_over:
+            reporter.say(f"checkpoint passed over: {line}")
+        for report in prove_targets(plan, list(targets)):
+            reporter.say(f"target self-test: {report.summary()}")
+        checkpoint = folder.checkpoint
+        self.drafters = make_drafters(plan, targets[0], checkpoint)
+        captures = make_captures(plan, list(targets))
+        synchronizer = Synchronizer(plan.config.sync)
+        synchronizer.begin([w.replica for w in self.drafters])
+        state = None
+        if checkpoint is not None:
+            synchronizer.load_state(checkpoint.sync)
+            state = LedgerState.from_json(checkpoint.state["ledger"])
+        self.exchange: RowExchange[HiddenStateRow] = RowExchange(
+            plan.rows,
+            plan.row_bytes,
+            plan.settings,
+            state=state,
+            stall_timeout_s=plan.config.pipeline.stall_timeout_s,
+        )
+        room = MeetingRoom(
+            plan,
+            self.drafters,
+            synchronizer,
+            learning_rate,
+            ledger=lambda meeting: ledger_after(self.exchange.snapshot(), meeting).to_json(),
+            fingerprints={"data": plan.dataset.manifest.fingerprint, "target": targets[0].fingerprint},
+            validation=_validation_rows(plan, captures[0]),
+            on_validation=reporter.validated,
+        )
+        pipeline = plan.config.pipeline
+        budget = FailureBudget(pipeline.max_restarts + 2 * pipeline.max_set_aside)
+        self._targets = [self._target_loop(i, capture, budget) for i, capture in enumerate(captures)]
+        self._drafter_loops = [self._drafter_loop(i, w, room, learning_rate) for i, w in enumerate(self.drafters)]
+        self._room = room
+        reporter.watch(self.exchange)
+
+    def _target_loop(self, number: int, capture: TargetCapture, budget: FailureBudget) -> TargetForwardLoop:
+        pipeline = self._plan.config.pipeline
+        return TargetForwardLoop(
+            number,
+            self.exchange,
+            self._plan.dataset,
+            capture,
+            self._reporter.clock(f"target-{number}"),
+            budget,
+            device=pipeline.target_devices[number],
+            hold_on_host=pipeline.hold_on == "host",
+        )
+
+    def _drafter_loop(
+        self, number: int, worker: DrafterWorker, room: MeetingRoom, learning_rate: LearningRate
+    ) -> DrafterTrainLoop:
+        clock = self._reporter.clock(f"drafter-{number}")
+        return DrafterTrainLoop(
+            number,
+            self.exchange,
+            worker.step,
+            worker.replica,
+            learning_rate,
+            meet=lambda meeting: room.hold(meeting, clock),
+            log=self._reporter,
+            clock=clock,
+            accumulate_rows=0 if self._plan.config.sync.kind == "gradient" else self._plan.config.optimizer.accumulate_rows,
+            prefetch_rows=self._plan.config.pipeline.prefetch_rows,
+        )
+
+    def run(self) -> TrainResult:
+        """Starts the threads, waits for the end, joins them, exports.
+
+        Raises:
+            RunFailedError, RunStoppedError: see `train`.
+        """
+        threads = [self._thread(loop.name, loop.run) for loop in (*self._targets, *self._drafter_loops)]
+        started = time.monotonic()
+        with StopSignals(lambda reason: self._stop(reason)) as signals:
+            for thread in threads:
+                thread.start()
+            end = self.exchange.wait_end()
+            for thread in threads:
+                thread.join()
+        training_s = time.monotonic() - started
+        self._reporter.say(f"ledger: {self.exchange.stats().ledger}")
+        if end is End.FAILED:
+            failure = self.exchange.failure
+            assert failure is not None
+            raise RunFailedError(failure.reason, origin=failure.origin)
+        if end is End.STOPPED:
+            raise RunStoppedError(
+                f"stopped; resume with --resume (checkpoint: {self._room.last_checkpoint})",
+                signal_number=signals.received or 15,
+            )
+        return self._result(training_s)
+
+    def _stop(self, reason: str) -> None:
+        self._reporter.say(f"stop asked for by {reason}: rows in hand finish, then a checkpoint; again to end at once")
+        self.exchange.request_stop()
+
+    def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._guarded, args=(name, run), name=name)
+
+    def _guarded(self, name: str, run: Callable[[], None]) -> None:
+        """A worker thread that ends by an exception is never silent: the run goes on without it or fails by name."""
+        try:
+            run()
+            self._reporter.ended(name, None)
+        except BaseException as error:  # noqa: BLE001  reported by name; the exchange wakes everybody
+            self._reporter.ended(name, error)
+            self._lost(name, error)
+
+    def _lost(self, name: str, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, DraftlineError) else f"{type(error).__name__}: {error}"
+        role, _, number = name.partition("-")
+        alone = self._plan.num_drafters == 1
+        if role == "drafter" and not alone and not isinstance(error, DraftlineError):
+            self.exchange.drafter_lost(int(number))
+            return
+        origin = error.origin if isinstance(error, RunFailedError) else name
+        self.exchange.fail(origin, reason.removeprefix(f"{origin}: "))
+
+    def _result(self, training_s: float) -> TrainResult:
+        output = self._plan.config.output
+        export = output / "export"
+        if not export.exists():
+            export_zlab(drafter_of_run(output), export)
+        return TrainResult(
+            end=End.CLOSED,
+            ledger=self.exchange.stats().ledger,
+            output=output,
+            export=export,
+            training_s=training_s,
+            tokens=self._reporter.tokens,
+            supervised_tokens=self._reporter.supervised_tokens,
+            rows_by_drafter=self._reporter.rows_by_drafter,
+        )
+
+
+def ledger_after(state: LedgerState, meeting: Meeting) -> LedgerState:
+    """The ledger as it will be once `meeting` is committed: a checkpoint written inside it counts its rows."""
+    rows = [row.row_id for member in meeting.rows.values() for row in member]
+    return state.with_committed(rows)
+
+
+def _validation_rows(plan: RunPlan, capture: TargetCapture) -> list[HiddenStateRow]:
+    """Captures the validation rows once, to the host."""
+    path = plan.config.data.validation_path
+    if path is None:
+        return []
+    dataset = TokenDataset.open(path)
+    rows = plan_rows(
+        dataset.lengths, dataset.supervised, row_tokens=plan.config.data.row_tokens, seed=plan.config.seed, epochs=1
+    )
+    captured = []
+    for row in rows:
+        states = capture.capture(row, [dataset.sample(i) for i in row.samples])
+        captured.append(_to_host(states))
+    return captured
+
+
+def _to_host(row: HiddenStateRow) -> HiddenStateRow:
+    from draftline.target.loop import map_tensors
+
+    return map_tensors(row, lambda t: t.to("cpu"))
+
+
+class _shared_cores:  # noqa: N801  used as a function-like context manager
+    """Divides the CPU's cores among the workers that compute on it; restores the setting at the end."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        devices = (*plan.config.pipeline.target_devices, *plan.config.pipeline.drafter_devices)
+        self._workers = sum(device == "cpu" for device in devices)
+        self._before = torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        if self._workers > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self._workers))
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.set_num_threads(self._before)

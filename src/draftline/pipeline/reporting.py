@@ -1,0 +1,130 @@
+"""RunReporter: what the loops report, counted, checked against the run's limits, and shown by the monitor."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+from draftline.drafter.loop import TrainedRow
+from draftline.drafter.step import StepStats
+from draftline.errors import RunFailedError
+from draftline.monitor.clock import WorkerClock
+from draftline.monitor.console import make_console, plain
+from draftline.monitor.metrics import TrainingStats
+from draftline.monitor.run import RunMonitor
+from draftline.monitor.status import LedgerCounts, QueueGauge
+from draftline.pipeline.run_folder import RunFolder
+from draftline.pipeline.runplan import RunPlan
+from draftline.pipeline.threads import RowExchange
+
+
+class RunReporter:
+    """Everything a run tells; use as a context manager around it. Thread-safe.
+
+    Args:
+        plan: the run.
+        folder: where the monitor writes.
+
+    Attributes:
+        tokens, supervised_tokens: trained in this process.
+    """
+
+    def __init__(self, plan: RunPlan, folder: RunFolder) -> None:
+        self._plan = plan
+        self._console = make_console()
+        self._monitor = RunMonitor(folder.path, plan.config.monitor, console=self._console)
+        self._lock = threading.Lock()
+        self._rows = [0] * plan.num_drafters
+        self._skipped = 0
+        self.tokens = self.supervised_tokens = 0
+
+    def __enter__(self) -> Self:
+        self._monitor.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._monitor.__exit__(kind, error, trace)
+
+    @property
+    def rows_by_drafter(self) -> tuple[int, ...]:
+        return tuple(self._rows)
+
+    def say(self, line: str) -> None:
+        """One plain line for people."""
+        plain(self._console, line)
+
+    def clock(self, worker: str) -> WorkerClock:
+        return self._monitor.metrics.worker(worker)
+
+    def watch(self, exchange: RowExchange) -> None:
+        """Reads the queue and the ledger from now on."""
+
+        def queue() -> QueueGauge:
+            stats = exchange.stats()
+            return QueueGauge(
+                rows=stats.waiting_rows,
+                bytes=stats.waiting_bytes,
+                max_rows=stats.max_rows,
+                max_bytes=stats.max_bytes,
+            )
+
+        def ledger() -> LedgerCounts:
+            stats = exchange.stats()
+            counts = stats.ledger
+            return LedgerCounts(
+                planned=counts.planned,
+                committed=counts.committed,
+                set_aside=counts.set_aside,
+                trained=stats.handed_rows,
+            )
+
+        self._monitor.metrics.watch(queue=queue, ledger=ledger)
+
+    def row_trained(self, report: TrainedRow) -> None:
+        """A drafter finished a row.
+
+        Raises:
+            RunFailedError: more steps were skipped for non-finite gradients than the configuration allows.
+        """
+        stats = report.stats
+        with self._lock:
+            self._rows[report.drafter] += 1
+            self.tokens += report.tokens
+            self.supervised_tokens += report.supervised_tokens
+            self._skipped += report.skipped
+            skipped = self._skipped
+        self._monitor.metrics.record_training(
+            TrainingStats(
+                rows=1,
+                tokens=report.tokens,
+                supervised_tokens=report.supervised_tokens,
+                numerator=float(stats.numerator),
+                denominator=float(stats.denominator),
+                terms={name: (float(n), float(d)) for name, (n, d) in stats.terms().items()},
+                acceptance_sum=float(stats.acceptance_sum),
+                acceptance_blocks=float(stats.acceptance_blocks),
+                learning_rate=report.learning_rate,
+                grad_norm=report.gradient_norm,
+            )
+        )
+        limit = self._plan.config.pipeline.max_skipped_steps
+        if report.skipped and skipped > limit:
+            raise RunFailedError(
+                f"row {report.row_id}: the gradient is not finite ({skipped} steps skipped, {limit} allowed)",
+                origin=f"drafter-{report.drafter}",
+            )
+
+    def validated(self, stats: StepStats, step: int) -> float | None:
+        """Validation rows were scored; returns their acceptance length."""
+        blocks, denominator = float(stats.acceptance_blocks), float(stats.denominator)
+        acceptance = 1.0 + float(stats.acceptance_sum) / blocks if blocks else None
+        loss = float(stats.numerator) / denominator if denominator else None
+        self._monitor.metrics.record_validation(loss=loss, acceptance=acceptance)
+        numbers = {"validation/acceptance": acceptance, "validation/loss": loss}
+        self._monitor.log(step, {k: v for k, v in numbers.items() if v is not None})
+        return acceptance
+
+    def ended(self, worker: str, error: BaseException | None) -> None:
+        """A worker thread is over."""
+        self.clock(worker).end(None if error is None else f"{type(error).__name__}: {error}")

@@ -1,0 +1,218 @@
+"""What a run will do, worked out before any weight is loaded: devices, rows, bounds, bytes and memory.
+
+`draftline train --dry-run` prints it; the coordinator starts from it. Bad combinations fail here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.config.schema import GradientSync, RunConfig
+from draftline.data.rows import plan_rows
+from draftline.data.shards import TokenDataset
+from draftline.devices import resolve_devices
+from draftline.drafter.spec import build_spec
+from draftline.errors import UserError
+from draftline.pipeline.core.admission import CoreSettings, check_settings
+from draftline.records import PlannedRow
+from draftline.target.facts import TargetFacts, target_facts
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A run, resolved.
+
+    Attributes:
+        config: with devices resolved.
+        facts: of the target.
+        spec: of the drafter.
+        dataset: opened, not read.
+        rows: the whole plan, all epochs.
+        settings: workers, rounds and admission bounds of the pipeline's core.
+        row_bytes: bytes of each planned row's states, in plan order.
+    """
+
+    config: RunConfig
+    facts: TargetFacts
+    spec: DrafterSpec
+    dataset: TokenDataset
+    rows: list[PlannedRow]
+    settings: CoreSettings
+    row_bytes: list[int]
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.config.pipeline.target_devices)
+
+    @property
+    def num_drafters(self) -> int:
+        return len(self.config.pipeline.drafter_devices)
+
+
+def make_run_plan(config: RunConfig) -> RunPlan:
+    """Resolves devices, target facts, drafter spec, data and bounds. Loads no weights.
+
+    Raises:
+        UserError: anything that does not fit together.
+    """
+    pipeline = config.pipeline.model_copy(
+        update={
+            "target_devices": tuple(resolve_devices(config.pipeline.target_devices)),
+            "drafter_devices": tuple(resolve_devices(config.pipeline.drafter_devices)),
+        }
+    )
+    config = config.model_copy(update={"pipeline": pipeline})
+    facts = target_facts(config.target)
+    spec = build_spec(config.drafter, facts)
+    dataset = TokenDataset.open(config.data.path)
+    _check_vocabulary(dataset, facts, config.data.path)
+    rows = plan_rows(
+        dataset.lengths,
+        dataset.supervised,
+        row_tokens=config.data.row_tokens,
+        seed=config.seed,
+        epochs=config.epochs,
+        max_rows=config.max_rows,
+    )
+    if not rows:
+        raise UserError("the data set yields zero rows", where=str(config.data.path), mend="prepare more conversations")
+    row_bytes = [states_bytes(config, spec, row.n_tokens, pipeline.target_devices[0]) for row in rows]
+    settings = _core_settings(config)
+    check_settings(settings, row_bytes)
+    return RunPlan(config, facts, spec, dataset, rows, settings, row_bytes)
+
+
+def _core_settings(config: RunConfig) -> CoreSettings:
+    pipeline = config.pipeline
+    return CoreSettings(
+        n_targets=len(pipeline.target_devices),
+        n_drafters=len(pipeline.drafter_devices),
+        rows_per_drafter=config.optimizer.accumulate_rows
+        if isinstance(config.sync, GradientSync)
+        else config.sync.every_rows,
+        prefetch_rows=pipeline.prefetch_rows,
+        queue_depth=pipeline.hs_queue_depth,
+        queue_bytes=pipeline.queue_bytes,
+        ordered=pipeline.ordered,
+        max_set_aside=pipeline.max_set_aside,
+    )
+
+
+def _check_vocabulary(dataset: TokenDataset, facts: TargetFacts, path: Path) -> None:
+    if dataset.manifest.vocab_size > facts.vocab_size:
+        raise UserError(
+            f"prepared with a tokenizer of {dataset.manifest.vocab_size} tokens, the target knows {facts.vocab_size}",
+            where=str(path),
+            mend="prepare the data with this target's tokenizer",
+        )
+
+
+def compute_dtype(setting: str, device: str) -> str:
+    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    if setting != "auto":
+        return setting
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def dtype_bytes(name: str) -> int:
+    return 4 if name == "float32" else 2
+
+
+def states_bytes(config: RunConfig, spec: DrafterSpec, n_tokens: int, device: str) -> int:
+    """Bytes of a row of `n_tokens`: tap features, the final hidden state if a teacher is asked for, 21 bytes of ids."""
+    width = len(spec.taps) * spec.hidden_size + (spec.hidden_size if config.objective.needs_teacher else 0)
+    return n_tokens * (width * dtype_bytes(compute_dtype(config.target.dtype, device)) + 21)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Estimated bytes on one device, part by part."""
+
+    device: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def estimate_memory(plan: RunPlan) -> list[DeviceMemory]:
+    """Memory per device. Parameters and states are exact; activations are an estimate (saved tensors of the
+    drafter's layers in the compute dtype, logits of one chunk in fp32 and the compute dtype)."""
+    pipeline = plan.config.pipeline
+    target_bytes, head_bytes = _target_bytes(plan)
+    drafter_parameters = _drafter_parameters(plan.spec)
+    devices: dict[str, dict[str, int]] = {}
+    for device in pipeline.target_devices:
+        parts = devices.setdefault(device, {})
+        parts["target weights"] = target_bytes[dtype_bytes(compute_dtype(plan.config.target.dtype, device))]
+    largest_row = max(plan.row_bytes)
+    for device in set(pipeline.target_devices):
+        share = pipeline.target_devices.count(device) / len(pipeline.target_devices)
+        devices[device]["rows admitted"] = int(plan.settings.max_rows * share * largest_row)
+    for device in pipeline.drafter_devices:
+        parts = devices.setdefault(device, {})
+        on_gpu = device != "cpu"
+        if "target weights" not in parts:
+            parts["embedding and head"] = head_bytes * (2 if on_gpu else 4)
+        per_parameter = 4 + 8 + 4 + (4 if on_gpu else 4)
+        parts["drafter state"] = parts.get("drafter state", 0) + drafter_parameters * per_parameter
+        parts["activations"] = parts.get("activations", 0) + _activation_bytes(plan, 2 if on_gpu else 4)
+    return [DeviceMemory(name, parts) for name, parts in devices.items()]
+
+
+def _target_bytes(plan: RunPlan) -> tuple[dict[int, int], int]:
+    """Weights of the target by element size, and the number of elements of its embedding and head."""
+    from draftline.target.facts import count_parameters
+
+    parameters = count_parameters(plan.config.target)
+    embedding = plan.facts.vocab_size * plan.facts.hidden_size
+    return {2: parameters * 2, 4: parameters * 4}, embedding * (1 if plan.facts.tied_embeddings else 2)
+
+
+def _drafter_parameters(spec: DrafterSpec) -> int:
+    import torch
+
+    from draftline.drafter.model import Drafter
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in Drafter(spec).parameters())
+
+
+def _activation_bytes(plan: RunPlan, element: int) -> int:
+    spec, objective = plan.spec, plan.config.objective
+    positions = objective.anchors * spec.block_size
+    tokens = plan.config.data.row_tokens
+    kv = 2 * spec.num_kv_heads * spec.head_dim
+    per_position = 6 * spec.hidden_size + 3 * spec.intermediate_size + 2 * spec.num_heads * spec.head_dim + kv
+    layers = spec.num_layers * element * (positions * per_position + tokens * kv)
+    chunk = min(objective.head_chunk_positions, positions)
+    return layers + chunk * spec.vocab_size * (4 + element) + 3 * positions * spec.hidden_size * element
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    """Plain lines for `--dry-run`: workers on devices, bytes per row, memory per device, queue bounds."""
+    pipeline = plan.config.pipeline
+    tokens = sum(r.n_tokens for r in plan.rows)
+    supervised = sum(r.n_supervised for r in plan.rows)
+    largest = max(plan.row_bytes)
+    lines = [
+        f"targets: {plan.num_targets} on {', '.join(pipeline.target_devices)}",
+        f"drafters: {plan.num_drafters} on {', '.join(pipeline.drafter_devices)}",
+        f"drafter: {plan.spec.num_layers} layers, block {plan.spec.block_size}, taps {list(plan.spec.taps)}, "
+        f"{_drafter_parameters(plan.spec) / 1e6:.1f} M parameters",
+        f"plan: {len(plan.rows)} rows over {plan.config.epochs} epochs, {tokens} tokens, {supervised} supervised "
+        f"({supervised / tokens:.0%}), {tokens / len(plan.rows) / plan.config.data.row_tokens:.0%} full",
+        f"bytes per row: {largest / 2**20:.1f} MiB at most, {largest / max(r.n_tokens for r in plan.rows):.0f} a token",
+        f"queue: {plan.settings.max_rows} rows admitted at once, {plan.settings.max_rows * largest / _GIB:.2f} GiB at most"
+        + (f", bounded to {plan.settings.queue_bytes} bytes" if plan.settings.queue_bytes else ""),
+        f"rounds: {plan.settings.rows_per_drafter * plan.num_drafters} rows, sync {plan.config.sync.kind}",
+    ]
+    for memory in estimate_memory(plan):
+        parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in memory.parts.items())
+        lines.append(f"memory {memory.device}: {memory.total_bytes / _GIB:.2f} GiB estimated ({parts})")
+    return lines

@@ -1,0 +1,128 @@
+"""Builds the workers of a run: targets that proved themselves, and drafters that start from the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.config.schema import RunConfig
+from draftline.drafter.model import Drafter
+from draftline.drafter.optimizer import MasterOptimizer
+from draftline.drafter.step import DrafterStep
+from draftline.drafter.sync import Replica
+from draftline.errors import UserError
+from draftline.export.zlab import load_export
+from draftline.pipeline.checkpoint import Checkpoint
+from draftline.pipeline.runplan import RunPlan
+from draftline.records import FrozenEmbedding, FrozenHead
+from draftline.target.capture import TargetCapture
+from draftline.target.load import LoadedTarget, load_target
+from draftline.target.selftest import SelfTestReport, self_test
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterWorker:
+    """A drafter on its device."""
+
+    module: Drafter
+    step: DrafterStep
+    replica: Replica
+
+
+def load_targets(plan: RunPlan) -> list[LoadedTarget]:
+    """One target per configured device, in order; workers on one device share its weights."""
+    loaded: list[LoadedTarget] = []
+    for device in plan.config.pipeline.target_devices:
+        same = next((t for t in loaded if str(t.device) == device), None)
+        share = same or (loaded[0] if loaded else None)
+        loaded.append(load_target(plan.config.target, device, share_with=share))
+    return loaded
+
+
+def prove_targets(plan: RunPlan, targets: list[LoadedTarget]) -> list[SelfTestReport]:
+    """The start-up self-test, once for each target that has weights of its own."""
+    distinct = {id(t.model): t for t in targets}
+    return [self_test(target, plan.spec.taps) for target in distinct.values()]
+
+
+def make_captures(plan: RunPlan, targets: list[LoadedTarget]) -> list[TargetCapture]:
+    """A capture of its own for each worker."""
+    want_final = plan.config.objective.needs_teacher
+    return [TargetCapture(target, plan.spec.taps, want_final=want_final) for target in targets]
+
+
+def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | None) -> list[DrafterWorker]:
+    """All drafters with the same weights: new from the seed, from `init_from`, or from a checkpoint."""
+    weights = initial_weights(plan.config, plan.spec) if checkpoint is None else checkpoint.weights
+    workers = []
+    for number, name in enumerate(plan.config.pipeline.drafter_devices):
+        worker = _make_drafter(plan, target, number, torch.device(name), weights)
+        if checkpoint is not None and checkpoint.moments:
+            worker.replica.optimizer.load_moments(checkpoint.moments[number % len(checkpoint.moments)])
+        workers.append(worker)
+    return workers
+
+
+def initial_weights(config: RunConfig, spec: DrafterSpec) -> dict[str, torch.Tensor]:
+    """fp32 weights that training starts from.
+
+    Raises:
+        UserError: `drafter.init_from` holds a drafter of another shape.
+    """
+    if config.drafter.init_from is not None:
+        source = load_export(config.drafter.init_from)
+        if source.spec != spec:
+            fields = [n for n in type(spec).model_fields if getattr(source.spec, n) != getattr(spec, n)]
+            raise UserError(
+                "is a drafter of another shape: "
+                + ", ".join(f"{n} {getattr(source.spec, n)} there, {getattr(spec, n)} here" for n in fields),
+                where=str(config.drafter.init_from),
+                mend="change the drafter section, or start from another drafter",
+            )
+        return {name: value.float() for name, value in source.state_dict().items()}
+    drafter = Drafter(spec)
+    drafter.init_weights(torch.Generator().manual_seed(config.seed))
+    return dict(drafter.state_dict())
+
+
+def _make_drafter(
+    plan: RunPlan, target: LoadedTarget, number: int, device: torch.device, weights: dict[str, torch.Tensor]
+) -> DrafterWorker:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    module = Drafter(plan.spec)
+    module.load_state_dict(weights)
+    module.to(device=device, dtype=dtype)
+    optimizer = MasterOptimizer(module, plan.config.optimizer)
+    optimizer.load_masters(weights)  # a bf16 copy must not become the master
+    embedding, head, teacher = borrow(plan.spec, target, device, dtype)
+    step = DrafterStep(
+        module,
+        embedding,
+        head,
+        plan.config.objective,
+        teacher=teacher if plan.config.objective.needs_teacher else None,
+        row_tokens=plan.config.data.row_tokens,
+        seed=plan.config.seed,
+    )
+    return DrafterWorker(module, step, Replica(number, optimizer))
+
+
+def borrow(
+    spec: DrafterSpec, target: LoadedTarget, device: torch.device, dtype: torch.dtype
+) -> tuple[FrozenEmbedding, FrozenHead, FrozenHead]:
+    """The target's embedding and head on a drafter's device: (embedding, draft head, teacher head).
+
+    On the target's own device nothing is copied. Draft and teacher share the weight; they differ in multiplier and
+    soft cap, which for the draft are what the export tells servers to use.
+    """
+    embedding = target.embedding.weight_VH.to(device=device, dtype=dtype)
+    tied = target.head.weight_VH is target.embedding.weight_VH or (
+        target.head.weight_VH.data_ptr() == target.embedding.weight_VH.data_ptr()
+    )
+    weight = embedding if tied else target.head.weight_VH.to(device=device, dtype=dtype)
+    bias = None if target.head.bias_V is None else target.head.bias_V.to(device=device, dtype=dtype)
+    teacher = FrozenHead(weight, bias, target.head.multiplier, target.head.softcap)
+    head = FrozenHead(weight, bias, spec.output_multiplier, spec.final_logit_softcapping)
+    return FrozenEmbedding(embedding, spec.input_embedding_scale), head, teacher
