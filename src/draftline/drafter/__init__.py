@@ -1,0 +1,1 @@
+"""The drafter: its architecture, masks, blocks, objective and step."""
