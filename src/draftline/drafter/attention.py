@@ -94,9 +94,7 @@ def blockwise_attention(
 
 def _visible(group: BlockGroup, visible_BB: torch.Tensor) -> torch.Tensor:
     """bool (A, B, C + B) of a group: its context keys, then the slots of the own block."""
-    n_slots = visible_BB.shape[0]
-    context_ABC = group.visible_NC.unflatten(0, (-1, n_slots))
-    return torch.cat((context_ABC, visible_BB.expand(context_ABC.shape[0], -1, -1)), dim=-1)
+    return torch.cat((group.visible_ABC, visible_BB.expand(group.last - group.first, -1, -1)), dim=-1)
 
 
 def _group_attention(

@@ -45,7 +45,7 @@ class MaskRule:
 
     def context(self, anchor: torch.Tensor, slot: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Context at row index `key` is visible to `slot` of the block at `anchor`, documents aside."""
-        visible = key < anchor
+        visible = (key < anchor) & (slot >= 0)  # the second term only gives the result its full shape
         if self.window is None:
             return visible
         if self.from_anchor:
@@ -54,7 +54,7 @@ class MaskRule:
 
     def block(self, slot: torch.Tensor, key_slot: torch.Tensor) -> torch.Tensor:
         """`key_slot` of the same block is visible to `slot`."""
-        visible = key_slot <= slot if self.causal else key_slot == key_slot
+        visible = key_slot <= slot if self.causal else key_slot + slot >= 0
         if self.window is None or self.from_anchor:
             return visible
         return visible & ((slot - key_slot).abs() < self.window)
@@ -88,14 +88,14 @@ class BlockGroup:
     Attributes:
         first, last: blocks [first, last).
         start, stop: context [start, stop).
-        visible_NC: bool, N = (last - first) * B slots by C = stop - start context keys.
+        visible_ABC: bool, last - first blocks by B slots by C = stop - start context keys.
     """
 
     first: int
     last: int
     start: int
     stop: int
-    visible_NC: torch.Tensor
+    visible_ABC: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def blockwise_mask(
             stop = max(start, *anchors[first:last])
         keys_C = torch.arange(start, stop, device=anchors_A.device)
         visible_ABC = rule.context(anchors_A[first:last, None, None], slots_B[:, None], keys_C)
-        groups.append(BlockGroup(first, last, start, stop, visible_ABC.flatten(0, 1)))
+        groups.append(BlockGroup(first, last, start, stop, visible_ABC))
     return BlockwiseMask(tuple(groups), rule.block(slots_B[:, None], slots_B))
 
 
