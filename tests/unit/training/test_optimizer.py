@@ -1,0 +1,111 @@
+"""Promises of the optimizer: exact scaling by the global denominator, and steps that change nothing when they must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from draftline.config.schema import OptimizerConfig
+from draftline.drafter.optimizer import MasterOptimizer
+
+
+def make(dtype: torch.dtype = torch.float32, **config: object) -> tuple[nn.Linear, MasterOptimizer]:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3, bias=False).to(dtype)
+    return module, MasterOptimizer(module, OptimizerConfig.model_validate({"clip_norm": None, **config}))
+
+
+def absorb(module: nn.Linear, optimizer: MasterOptimizer, gradient: torch.Tensor, denominator: float) -> None:
+    module.weight.grad = gradient.to(module.weight.dtype).clone()
+    optimizer.absorb(torch.tensor(denominator))
+
+
+def test_a_step_divides_by_the_denominator_of_all_its_rows():
+    module, optimizer = make()
+    reference, plain = make()
+    first, second = torch.randn(3, 4), torch.randn(3, 4)
+    absorb(module, optimizer, first, 3.0)
+    absorb(module, optimizer, second, 5.0)
+    optimizer.step(0.1)
+    absorb(reference, plain, (first + second) / 8.0, 1.0)
+    plain.step(0.1)
+    torch.testing.assert_close(module.weight, reference.weight)
+
+
+def test_it_is_adamw():
+    module, optimizer = make(weight_decay=0.1)
+    twin = nn.Parameter(module.weight.detach().clone())
+    adamw = torch.optim.AdamW([twin], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        gradient = torch.randn(3, 4)
+        absorb(module, optimizer, gradient, 1.0)
+        optimizer.step(0.01)
+        twin.grad = gradient
+        adamw.step()
+    torch.testing.assert_close(module.weight.detach(), twin.detach())
+
+
+def test_clipping_uses_the_norm_after_division():
+    module, optimizer = make(clip_norm=1.0)
+    reference, plain = make()
+    gradient = torch.randn(3, 4) * 50
+    absorb(module, optimizer, gradient, 2.0)
+    norm, skipped = optimizer.step(0.1)
+    assert float(norm) == pytest.approx(float((gradient / 2).norm()), rel=1e-6)
+    assert not bool(skipped)
+    absorb(reference, plain, gradient / gradient.norm(), 1.0)
+    plain.step(0.1)
+    torch.testing.assert_close(module.weight, reference.weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(bad):
+    module, optimizer = make(weight_decay=0.1)
+    before = module.weight.detach().clone()
+    moments = {k: v.clone() for k, v in optimizer.moments()}
+    gradient = torch.randn(3, 4)
+    gradient[0, 0] = bad
+    absorb(module, optimizer, gradient, 1.0)
+    _, skipped = optimizer.step(0.1)
+    assert bool(skipped)
+    assert torch.equal(module.weight, before)
+    assert all(torch.equal(v, moments[k]) for k, v in optimizer.moments())
+    absorb(module, optimizer, torch.ones(3, 4), 1.0)
+    _, skipped = optimizer.step(0.1)
+    assert not bool(skipped) and torch.isfinite(module.weight).all()
+
+
+def test_g12_a_step_without_supervised_slots_changes_nothing_not_even_by_decay():
+    module, optimizer = make(weight_decay=0.5)
+    before = module.weight.detach().clone()
+    absorb(module, optimizer, torch.zeros(3, 4), 0.0)
+    _, skipped = optimizer.step(0.1)
+    assert torch.equal(module.weight, before)
+    assert not bool(skipped)
+
+
+def test_bf16_compute_keeps_fp32_masters():
+    module, optimizer = make(torch.bfloat16)
+    for _ in range(20):  # each step is far below the resolution of bf16 around 1
+        absorb(module, optimizer, torch.ones(3, 4), 1.0)
+        optimizer.step(1e-5)
+    assert optimizer.masters[0].dtype == torch.float32
+    moved = (optimizer.masters[0] - make(torch.bfloat16)[0].weight.float()).abs().mean()
+    assert 1.5e-4 < float(moved) < 2.5e-4
+    assert torch.equal(module.weight, optimizer.masters[0].to(torch.bfloat16))
+
+
+def test_moments_survive_a_round_trip():
+    module, optimizer = make()
+    absorb(module, optimizer, torch.randn(3, 4), 1.0)
+    optimizer.step(0.1)
+    saved = {k: v.clone() for k, v in optimizer.moments()}
+    other_module, other = make()
+    other.load_masters({"weight": module.weight.detach()})
+    other.load_moments(saved)
+    gradient = torch.randn(3, 4)
+    for m, o in ((module, optimizer), (other_module, other)):
+        absorb(m, o, gradient, 1.0)
+        o.step(0.1)
+    assert torch.equal(module.weight, other_module.weight)
