@@ -1,0 +1,331 @@
+"""The frozen-head loss: hidden states in, values of all terms and the gradient of the hidden states out.
+
+The head W [V, H] is never trained, so a chunk's logits are needed once only. Per chunk of supervised slots:
+
+    product 1    X W^T      logits [C, V], statistics dtype (fp32 sums of bf16 products)
+    statistics   values of all terms and the logits' gradient G [C, V], in the compute dtype
+    product 2    G W        gradient of the chunk's hidden states
+
+and the logits are gone: nothing is recomputed, no graph is kept, W gets no gradient. All terms of a slot share that
+slot's weight, so the gradient is formed for weight 1 and scaled at the end (D-PACE knows its weights only then).
+
+Slots without weight are dropped before product 1. The others are ordered by the context position they predict from
+(p + k - 1): slots of overlapping blocks that share a position stand side by side, and its teacher row is made once for
+all of them (twice where a chunk ends between them). At most C draft and C teacher rows of logits are alive at a time.
+
+How many slots are left is known on the device first. `plan_slots` starts the copy of a few counts to the host before
+the drafter's forward is launched; `HeadPlan.chunks` waits for that copy alone, while the forward is still running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from draftline.drafter import loss
+from draftline.drafter.head_chunk import VALUE_FIELDS, ChunkLoss, TeacherRows, apply_head_
+from draftline.drafter.loss import LossTerms
+from draftline.records import FrozenHead
+
+HeadForm = Literal["fused", "checkpointed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The target's distribution at each context position.
+
+    Attributes:
+        head: the target's own head, with its own soft cap and multiplier.
+        hidden_TH: the target's last hidden states, after its final norm.
+    """
+
+    head: FrozenHead
+    hidden_TH: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Slots start..stop of the ordered slots, which predict from unique positions first..last of the plan."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class HeadPlan:
+    """Which slots pass the head, in which order and chunks. Made by `plan_slots`.
+
+    Attributes:
+        order_Q: int64, slot of each place; supervised slots first, by the position they predict from.
+        rank_Q: int64, which of the unique positions each place predicts from.
+        positions_Q: int64, context position of each unique position (only the first few are filled).
+    """
+
+    def __init__(self, order_Q: Tensor, rank_Q: Tensor, positions_Q: Tensor, counts: Tensor, chunk: int) -> None:
+        self.order_Q, self.rank_Q, self.positions_Q = order_Q, rank_Q, positions_Q
+        self._chunk, self._counts, self._copied = chunk, counts, None
+        if counts.is_cuda:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def chunks(self) -> list[Chunk]:
+        """The chunks; waits for the early copy of the counts, nothing later on the stream."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        n_slots, *ranks = self._counts.tolist()
+        firsts, lasts = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
+        starts = range(0, n_slots, self._chunk)
+        return [
+            Chunk(start, min(start + self._chunk, n_slots), first, last)
+            for start, first, last in zip(starts, firsts, lasts, strict=False)
+        ]
+
+
+def plan_slots(mask_Q: Tensor, teacher_index_Q: Tensor, *, chunk: int) -> HeadPlan:
+    """Orders the supervised slots for the head. No host sync.
+
+    Args:
+        mask_Q: bool, slots with weight.
+        teacher_index_Q: int64, context position each slot predicts from.
+        chunk: most slots whose logits live at once.
+    """
+    with torch.no_grad():
+        n_slots = mask_Q.shape[0]
+        key_Q = torch.where(mask_Q, teacher_index_Q, torch.iinfo(torch.int64).max)
+        key_Q, order_Q = key_Q.sort(stable=True)
+        is_new_Q = torch.ones_like(mask_Q)
+        is_new_Q[1:] = key_Q[1:] != key_Q[:-1]
+        rank_Q = is_new_Q.cumsum(0) - 1
+        positions_Q = torch.zeros_like(key_Q).scatter_(0, rank_Q, key_Q)
+        total = mask_Q.sum()
+        starts = torch.arange(0, n_slots, chunk, device=mask_Q.device)
+        stops = torch.minimum(starts + chunk, total).sub_(1).clamp_(min=0)
+        counts = torch.cat((total.unsqueeze(0), rank_Q[starts], rank_Q[stops]))
+    return HeadPlan(order_Q, rank_Q, positions_Q, counts, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotValues:
+    """What the head found, per slot [Q], without graph; zeros where a slot was dropped.
+
+    Attributes:
+        ce, kl, tv, reverse_kl, cap: values of the terms (0 for terms that are switched off).
+        rank: tokens before the label, as a float; 0 means the draft is right.
+        confidence: the draft's largest probability.
+        agrees: 1 where the data's token is the teacher's argmax; 0 without a teacher.
+    """
+
+    ce: Tensor
+    kl: Tensor
+    tv: Tensor
+    reverse_kl: Tensor
+    cap: Tensor
+    rank: Tensor
+    confidence: Tensor
+    agrees: Tensor
+
+
+class HeadOutput:
+    """Values of one pass of the head, and the way back to the hidden states.
+
+    Attributes:
+        values: per slot.
+        unit_gradient_QH: fused form: gradient of each slot's unweighted loss; None without gradient.
+    """
+
+    def __init__(self, hidden_QH: Tensor, values: SlotValues, unit_gradient_QH: Tensor | None) -> None:
+        self._hidden_QH, self.values, self.unit_gradient_QH = hidden_QH, values, unit_gradient_QH
+
+    def backward(self, weight_Q: Tensor) -> Tensor:
+        """Runs the backward of sum(weight * slot loss) from the hidden states on.
+
+        Returns the gradient's size [scalar, statistics dtype]: not finite if anything in it is not.
+        """
+        assert self.unit_gradient_QH is not None
+        gradient_QH = self.unit_gradient_QH.mul_(weight_Q.unsqueeze(-1))
+        size = torch.linalg.vector_norm(gradient_QH, dtype=weight_Q.dtype)
+        self._hidden_QH.backward(gradient=gradient_QH)
+        return size
+
+
+class _CheckpointedOutput(HeadOutput):
+    """Output of the plain form: each chunk's losses keep a graph that recomputes the logits."""
+
+    def __init__(self, hidden_QH: Tensor, values: SlotValues, losses: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(hidden_QH, values, None)
+        self._losses = losses
+
+    def backward(self, weight_Q: Tensor) -> Tensor:
+        parts = [(weight_Q[slots_C] * loss_C).sum() for slots_C, loss_C in self._losses]
+        if not parts:
+            return weight_Q.new_zeros(())
+        numerator = torch.stack(parts).sum()
+        numerator.backward()
+        return numerator.detach().abs()
+
+
+def run_head(
+    hidden_QH: Tensor,
+    label_Q: Tensor,
+    plan: HeadPlan,
+    head: FrozenHead,
+    terms: LossTerms,
+    teacher: Teacher | None = None,
+    *,
+    with_gradient: bool = True,
+    form: HeadForm = "fused",
+) -> HeadOutput:
+    """Passes the planned slots through the frozen head.
+
+    Args:
+        hidden_QH: the drafter's output; the compute dtype is the head weight's.
+        label_Q: int64 labels of the data (any value where a slot is dropped).
+        plan: from `plan_slots`, of the same Q slots.
+        head: the draft's head: the target's weight with the soft cap and multiplier that the export names.
+        terms: what to form.
+        teacher: needed if `terms.needs_teacher`.
+        with_gradient: False for validation.
+        form: "checkpointed" recomputes each chunk's logits in the backward, by autograd: the plain reference.
+    """
+    assert teacher is not None or not terms.needs_teacher
+    teacher = teacher if terms.needs_teacher else None
+    detached_QH = hidden_QH.detach()
+    values_FQ = torch.zeros(
+        len(VALUE_FIELDS), hidden_QH.shape[0], dtype=_statistics_dtype(hidden_QH), device=hidden_QH.device
+    )
+    if form == "checkpointed" and with_gradient:
+        losses = _checkpointed_chunks(hidden_QH, label_Q, plan, head, terms, teacher, values_FQ)
+        return _CheckpointedOutput(hidden_QH, SlotValues(*values_FQ), losses)
+    unit_QH = torch.zeros_like(detached_QH) if with_gradient else None
+    with torch.no_grad():
+        for chunk in plan.chunks():
+            slots_C = plan.order_Q[chunk.start : chunk.stop]
+            rows = _teacher_rows(plan, chunk, teacher)
+            _fused_chunk(detached_QH, label_Q, slots_C, head, terms, rows, values_FQ, unit_QH)
+    return HeadOutput(hidden_QH, SlotValues(*values_FQ), unit_QH)
+
+
+def project(x_NH: Tensor, head: FrozenHead) -> Tensor:
+    """Raw products x W^T [N, V] in the statistics dtype. The only place where rows of logits are made."""
+    return product(x_NH.to(head.weight_VH.dtype), head.weight_VH.t())
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and returned in fp32 (fp64 for fp64 factors): rounding logits to bf16 would drown q - P."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return _upcast_product(a, b)
+
+
+def _upcast_product(a: Tensor, b: Tensor, block: int = 8192) -> Tensor:
+    """CPUs cannot widen inside a product; widens `b` a block at a time, along its longer side."""
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    if b.shape[0] > b.shape[1]:
+        for i in range(0, b.shape[0], block):
+            out.addmm_(a[:, i : i + block].float(), b[i : i + block].float())
+    else:
+        for i in range(0, b.shape[1], block):
+            torch.mm(a.float(), b[:, i : i + block].float(), out=out[:, i : i + block])
+    return out
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _teacher_rows(plan: HeadPlan, chunk: Chunk, teacher: Teacher | None) -> TeacherRows | None:
+    if teacher is None:
+        return None
+    positions_U = plan.positions_Q[chunk.first : chunk.last + 1]
+    logits_UV = apply_head_(project(teacher.hidden_TH[positions_U], teacher.head), teacher.head)
+    return TeacherRows(logits_UV, plan.rank_Q[chunk.start : chunk.stop] - chunk.first)
+
+
+def _fused_chunk(
+    hidden_QH: Tensor,
+    label_Q: Tensor,
+    slots_C: Tensor,
+    head: FrozenHead,
+    terms: LossTerms,
+    rows: TeacherRows | None,
+    values_FQ: Tensor,
+    unit_QH: Tensor | None,
+) -> None:
+    """Forward and gradient of one chunk, written into `values_FQ` and `unit_QH`. Its logits die with this call."""
+    z_CV = apply_head_(project(hidden_QH[slots_C], head), head)
+    chunk_loss = ChunkLoss(z_CV, label_Q[slots_C], head, terms, rows)
+    gradient_CV = chunk_loss.run(with_gradient=unit_QH is not None)
+    values_FQ[:, slots_C] = torch.stack(list(chunk_loss.values.values()))
+    if gradient_CV is not None and unit_QH is not None:
+        gradient_CH = product(gradient_CV.to(head.weight_VH.dtype), head.weight_VH).mul_(head.multiplier)
+        unit_QH.index_copy_(0, slots_C, gradient_CH.to(unit_QH.dtype))
+
+
+def _checkpointed_chunks(
+    hidden_QH: Tensor,
+    label_Q: Tensor,
+    plan: HeadPlan,
+    head: FrozenHead,
+    terms: LossTerms,
+    teacher: Teacher | None,
+    values_FQ: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    """(slots, loss of each with graph) per chunk. Logits live in a chunk's forward and, made again, in its backward."""
+
+    def chunk_values(x_CH: Tensor, label_C: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            rows = _teacher_rows(plan, chunk, teacher)
+        return _plain_values(_differentiable_logits(x_CH, head), label_C, terms, rows)
+
+    losses = []
+    for chunk in plan.chunks():
+        slots_C = plan.order_Q[chunk.start : chunk.stop]
+        loss_C, values_FC = checkpoint(
+            chunk_values, hidden_QH[slots_C], label_Q[slots_C], chunk, use_reentrant=False, preserve_rng_state=False
+        )
+        values_FQ[:, slots_C] = values_FC
+        losses.append((slots_C, loss_C))
+    return losses
+
+
+def _differentiable_logits(x_CH: Tensor, head: FrozenHead) -> Tensor:
+    weight_VH = head.weight_VH.detach()
+    raw_CV = (x_CH.to(weight_VH.dtype) @ weight_VH.t()).to(_statistics_dtype(x_CH))
+    if head.bias_V is not None:
+        raw_CV = raw_CV + head.bias_V.to(raw_CV.dtype)
+    z_CV = head.multiplier * raw_CV if head.multiplier != 1.0 else raw_CV
+    return z_CV if head.softcap is None else head.softcap * torch.tanh(z_CV / head.softcap)
+
+
+def _plain_values(z_CV: Tensor, label_C: Tensor, terms: LossTerms, rows: TeacherRows | None) -> tuple[Tensor, Tensor]:
+    """(slot loss with graph, value table without) from the plain forms of `loss.py`."""
+    values = dict.fromkeys(VALUE_FIELDS, z_CV.new_zeros(z_CV.shape[0]))
+    if rows is not None:
+        t_CV = rows.logits_UV[rows.row_C]
+        best_C = t_CV.argmax(-1)
+        values["agrees"] = (best_C == label_C).to(z_CV.dtype)
+        label_C = best_C if terms.labels_from_teacher else label_C
+        if terms.kl:
+            values["kl"] = loss.forward_kl(z_CV, t_CV, terms.kl_temperature, terms.teacher_top_k)
+        if terms.tv:
+            values["tv"] = loss.total_variation(z_CV, t_CV)
+        if terms.reverse_kl:
+            values["reverse_kl"] = loss.reverse_kl(z_CV, t_CV)
+    values["ce"] = loss.cross_entropy(z_CV, label_C)
+    if terms.cap:
+        values["cap"] = loss.confidence_penalty(z_CV, label_C, terms.cap_temperature)
+    total_C = sum((c * values[name] for name, c in terms.coefficients().items() if c), z_CV.new_zeros(z_CV.shape[0]))
+    with torch.no_grad():
+        values["rank"] = loss.label_rank(z_CV, label_C).to(z_CV.dtype)
+        values["confidence"] = torch.exp(z_CV.amax(-1) - z_CV.logsumexp(-1))
+        table_FC = torch.stack([v.detach() for v in values.values()])
+    return total_C, table_FC

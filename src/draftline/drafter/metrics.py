@@ -1,0 +1,249 @@
+"""What a drafter's rows tell, as additive sums: rows, drafters and rounds combine by `+`.
+
+All sums of one or many rows live in one fp64 vector on the device; reading it is one copy to the host. Ratios are
+formed last, from sums, so an average of averages cannot happen.
+
+Chain acceptance length of a block = 1 + number of leading slots whose draft is the label: what greedy decoding would
+commit there, the bonus token included. It is counted per block, over blocks whose K = B - 1 slots are all
+supervised; blocks that the conversation's end cuts short are summed apart, because they can only pull it down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftline.drafter.head import SlotValues
+from draftline.drafter.loss import LossTerms
+
+RECALL_AT = (1, 2, 4, 8, 16)
+CALIBRATION_BINS = 10
+TERMS = ("ce", "kl", "tv", "reverse_kl", "cap")
+_SCALARS = (
+    "numerator",
+    "denominator",
+    *TERMS,
+    "supervised_slots",
+    "teacher_agreements",
+    "rows",
+    "empty_rows",
+    "nonfinite_rows",
+    "blocks",
+    "acceptance_sum",
+    "acceptance_blocks",
+    "truncated_sum",
+    "truncated_blocks",
+)
+_SLOT_SUMS = ("count", "weight", *(f"recall_{k}" for k in RECALL_AT), "nll", "confidence")
+_BIN_SUMS = ("bin_count", "bin_confidence", "bin_correct")
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What one row's pass gave, as `sum_row` needs it. All of shape [A, B] or scalars, without graph.
+
+    Attributes:
+        mask_AB: supervised slots.
+        weight_AB: their weights.
+        values: of the head, shape [A * B] each.
+        numerator, denominator: of the row's loss.
+        gradient_size: any scalar that is not finite if the row's gradient is not.
+    """
+
+    mask_AB: Tensor
+    weight_AB: Tensor
+    values: SlotValues
+    numerator: Tensor
+    denominator: Tensor
+    gradient_size: Tensor
+
+
+class StepStats:
+    """Sums over rows. `vector` is fp64: scalars, then K entries per slot sum, then calibration bins.
+
+    Attributes:
+        vector: the sums.
+        block_size: B; slots 1..B-1 are counted, so K = B - 1.
+    """
+
+    __slots__ = ("block_size", "vector")
+
+    def __init__(self, vector: Tensor, block_size: int) -> None:
+        self.vector, self.block_size = vector, block_size
+
+    @classmethod
+    def zeros(cls, block_size: int, device: torch.device | str = "cpu") -> Self:
+        size = len(_SCALARS) + len(_SLOT_SUMS) * (block_size - 1) + len(_BIN_SUMS) * CALIBRATION_BINS
+        return cls(torch.zeros(size, dtype=torch.float64, device=device), block_size)
+
+    @classmethod
+    def of_empty_row(cls, block_size: int, device: torch.device | str) -> Self:
+        """A row without any supervised slot: counted, and nothing else."""
+        stats = cls.zeros(block_size, device)
+        stats.scalar("rows").fill_(1.0)
+        stats.scalar("empty_rows").fill_(1.0)
+        return stats
+
+    def __add__(self, other: StepStats) -> StepStats:
+        if self.block_size != other.block_size:
+            raise ValueError(f"sums of block size {self.block_size} and {other.block_size} do not add up")
+        return StepStats(self.vector + other.vector.to(self.vector.device), self.block_size)
+
+    def to(self, device: torch.device | str) -> StepStats:
+        """A copy on another device: one transfer."""
+        return StepStats(self.vector.to(device), self.block_size)
+
+    def scalar(self, name: str) -> Tensor:
+        """0-dim view of one scalar sum."""
+        return self.vector[_SCALARS.index(name)]
+
+    def per_slot(self, name: str) -> Tensor:
+        """View [K] of one per-slot sum; entry i belongs to slot i + 1."""
+        k = self.block_size - 1
+        start = len(_SCALARS) + _SLOT_SUMS.index(name) * k
+        return self.vector[start : start + k]
+
+    def bins(self, name: str) -> Tensor:
+        """View [CALIBRATION_BINS] of one calibration sum; bins are equal steps of confidence from 0 to 1."""
+        start = len(_SCALARS) + len(_SLOT_SUMS) * (self.block_size - 1) + _BIN_SUMS.index(name) * CALIBRATION_BINS
+        return self.vector[start : start + CALIBRATION_BINS]
+
+    @property
+    def numerator(self) -> Tensor:
+        return self.scalar("numerator")
+
+    @property
+    def denominator(self) -> Tensor:
+        return self.scalar("denominator")
+
+    @property
+    def acceptance_sum(self) -> Tensor:
+        return self.scalar("acceptance_sum")
+
+    @property
+    def acceptance_blocks(self) -> Tensor:
+        return self.scalar("acceptance_blocks")
+
+    @property
+    def finite(self) -> Tensor:
+        """Bool scalar: False if any row's loss or gradient was not finite. Such rows add nothing but their count."""
+        return self.scalar("nonfinite_rows") == 0
+
+    @property
+    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(numerator, denominator) of each term, without its coefficient; all share one denominator."""
+        return {name: (self.scalar(name), self.denominator) for name in TERMS}
+
+    def summary(self) -> dict[str, Any]:
+        """Ratios for people and logs, JSON-able; None where nothing was counted. One copy to the host."""
+        host = self.to("cpu")
+        scalars = {name: host.scalar(name).item() for name in _SCALARS}
+        count = host.per_slot("count")
+        return {
+            "loss": _ratio(scalars["numerator"], scalars["denominator"]),
+            "terms": {name: _ratio(scalars[name], scalars["denominator"]) for name in TERMS},
+            "acceptance_length": _ratio(scalars["acceptance_sum"], scalars["acceptance_blocks"]),
+            "truncated_acceptance_length": _ratio(scalars["truncated_sum"], scalars["truncated_blocks"]),
+            "recall": {str(k): _ratios(host.per_slot(f"recall_{k}"), count) for k in RECALL_AT},
+            "nll": _ratios(host.per_slot("nll"), count),
+            "confidence": _ratios(host.per_slot("confidence"), count),
+            "slot_weight": _ratios(host.per_slot("weight"), count),
+            "calibration_error": _calibration_error(host),
+            "teacher_agreement": _ratio(scalars["teacher_agreements"], scalars["supervised_slots"]),
+            "counts": {name: int(scalars[name]) for name in _SCALARS if name.endswith(("rows", "blocks", "slots"))},
+        }
+
+
+def sum_row(outcome: RowOutcome) -> StepStats:
+    """Sums of one row, on its device, without host sync."""
+    mask_AB, values = outcome.mask_AB, outcome.values
+    stats = StepStats.zeros(mask_AB.shape[1], mask_AB.device)
+    weight_Q = outcome.weight_AB.flatten()
+    n_valid_A = mask_AB[:, 1:].sum(-1)
+    run_A = accepted_run(values.rank.view_as(mask_AB)[:, 1:] == 0, mask_AB[:, 1:])
+    whole_A = n_valid_A == mask_AB.shape[1] - 1
+    cut_A = (n_valid_A > 0) & ~whole_A
+    sums = {
+        "numerator": outcome.numerator,
+        "denominator": outcome.denominator,
+        **{name: (weight_Q * getattr(values, name)).sum() for name in TERMS},
+        "supervised_slots": n_valid_A.sum(),
+        "teacher_agreements": values.agrees.sum(),
+        "rows": torch.ones_like(outcome.numerator),
+        "empty_rows": n_valid_A.sum() == 0,
+        "nonfinite_rows": torch.zeros_like(outcome.numerator),
+        "blocks": (n_valid_A > 0).sum(),
+        "acceptance_sum": ((1 + run_A) * whole_A).sum(),
+        "acceptance_blocks": whole_A.sum(),
+        "truncated_sum": ((1 + run_A) * cut_A).sum(),
+        "truncated_blocks": cut_A.sum(),
+    }
+    stats.vector[: len(_SCALARS)] = torch.stack([sums[name].double() for name in _SCALARS])
+    _sum_slots(stats, outcome)
+    _sum_bins(stats, outcome)
+    return _without_nonfinite(stats, torch.isfinite(outcome.numerator) & torch.isfinite(outcome.gradient_size))
+
+
+def accepted_run(correct_AK: Tensor, valid_AK: Tensor) -> Tensor:
+    """Leading slots that are valid and right, per block: sum over k of prod_{i <= k} (r_i v_i)."""
+    return (correct_AK & valid_AK).to(torch.int32).cumprod(-1).sum(-1)
+
+
+def _sum_slots(stats: StepStats, outcome: RowOutcome) -> None:
+    values, mask_AK = outcome.values, outcome.mask_AB[:, 1:]
+    rank_AK, ce_AK, confidence_AK = (
+        x.view_as(outcome.mask_AB)[:, 1:] for x in (values.rank, values.ce, values.confidence)
+    )
+    tables = {
+        "count": mask_AK,
+        "weight": outcome.weight_AB[:, 1:],
+        **{f"recall_{k}": (rank_AK < k) & mask_AK for k in RECALL_AT},
+        "nll": ce_AK * mask_AK,
+        "confidence": confidence_AK * mask_AK,
+    }
+    for name, table_AK in tables.items():
+        stats.per_slot(name).copy_(table_AK.sum(0))
+
+
+def _sum_bins(stats: StepStats, outcome: RowOutcome) -> None:
+    values, mask_Q = outcome.values, outcome.mask_AB.flatten()
+    bin_Q = (values.confidence * CALIBRATION_BINS).long().clamp_(0, CALIBRATION_BINS - 1)
+    columns = {
+        "bin_count": mask_Q,
+        "bin_confidence": values.confidence * mask_Q,
+        "bin_correct": (values.rank == 0) & mask_Q,
+    }
+    # A product with the one-hot bins, not scatter_add: atomics would make the sums differ between runs.
+    member_CQ = (bin_Q == torch.arange(CALIBRATION_BINS, device=bin_Q.device).unsqueeze(-1)).double()
+    for name, column_Q in columns.items():
+        stats.bins(name).copy_(member_CQ @ column_Q.double())
+
+
+def _without_nonfinite(stats: StepStats, finite: Tensor) -> StepStats:
+    """A row that was not finite adds only its counts: one bad row must not spoil the sums of a round."""
+    bad = torch.zeros_like(stats.vector)
+    bad[_SCALARS.index("rows")] = 1.0
+    bad[_SCALARS.index("nonfinite_rows")] = 1.0
+    return StepStats(torch.where(finite, stats.vector, bad), stats.block_size)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _ratios(part_K: Tensor, whole_K: Tensor) -> list[float | None]:
+    return [_ratio(part, whole) for part, whole in zip(part_K.tolist(), whole_K.tolist(), strict=True)]
+
+
+def _calibration_error(host: StepStats) -> float | None:
+    """Expected calibration error: mean over slots of |confidence - accuracy| of the slot's bin."""
+    gap = (host.bins("bin_confidence") - host.bins("bin_correct")).abs().sum()
+    return _ratio(float(gap), float(host.bins("bin_count").sum()))
+
+
+def describe_terms(terms: LossTerms) -> str:
+    """The objective as a formula, for logs: `0.85 ce + 0.15 kl + 0.1 cap`."""
+    return " + ".join(f"{c:g} {name}" for name, c in terms.coefficients().items() if c)

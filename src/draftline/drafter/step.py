@@ -1,0 +1,195 @@
+"""One row through the drafter: blocks, forward, head, backward. The same for training and validation.
+
+Adds the gradient of the loss's NUMERATOR, unscaled, to `.grad` of the drafter's parameters and reports the denominator;
+the optimizer divides once by the denominators of all rows of its step. A row without any valid anchor contributes
+zero to both, touches no gradient and is counted.
+
+Inside a step the host waits once at most, and never for the drafter: for the number of supervised slots, whose copy
+starts before the forward is launched (see `head.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftline.config.schema import ObjectiveConfig
+from draftline.drafter.blocks import VALIDATION_EPOCH, BlockBatch, apply_feature_noise, draw_blocks, pad_row
+from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head
+from draftline.drafter.loss import LossTerms, denominator, slot_weights
+from draftline.drafter.metrics import RowOutcome, StepStats, sum_row
+from draftline.drafter.model import Drafter
+from draftline.errors import UserError
+from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
+
+__all__ = ["DrafterStep", "StepStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A row ready for the forward: blocks drawn, and the head's plan on its way to the host."""
+
+    row: HiddenStateRow
+    blocks: BlockBatch
+    plan: HeadPlan
+    teacher: Teacher | None
+
+
+class DrafterStep:
+    """Forward and backward of rows for one drafter.
+
+    Args:
+        drafter: the model whose (compute) parameters receive gradients.
+        embedding: the target's input embedding.
+        head: the draft's head, with the soft cap and multiplier of the drafter's spec.
+        objective: what is minimised.
+        teacher: the target's own head; needed if `objective.needs_teacher`.
+        row_tokens: tokens of a full row.
+        seed: the run's seed; draws of a sample depend on (seed, epoch, sample id) only.
+        final_norm: the target's final norm, applied where a row carries its last hidden state before it.
+        static_shapes: pad rows to `row_tokens` and keep padding blocks, so that compiled code sees one shape.
+            None: on CUDA only. The result is the same.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        embedding: FrozenEmbedding,
+        head: FrozenHead,
+        objective: ObjectiveConfig,
+        *,
+        teacher: FrozenHead | None = None,
+        row_tokens: int,
+        seed: int,
+        final_norm: torch.nn.Module | None = None,
+        static_shapes: bool | None = None,
+    ) -> None:
+        if objective.needs_teacher and teacher is None:
+            raise UserError("the objective needs a teacher, but no target head was given", where="objective")
+        self._drafter, self._embedding, self._head = drafter, embedding, head
+        self._objective, self._terms = objective, LossTerms.of(objective)
+        self._teacher_head, self._final_norm = teacher, final_norm
+        self._row_tokens, self._seed, self._static_shapes = row_tokens, seed, static_shapes
+
+    def forward_backward(self, row: HiddenStateRow) -> StepStats:
+        """Trains on one row: gradients are added to `.grad`. No host sync beyond the module's note."""
+        self._drafter.train()
+        prepared = self._prepare(row, row.epoch)
+        if self._is_known_empty(prepared):
+            return self._empty_row(row)
+        taps_TF = apply_feature_noise(
+            prepared.row.taps_TF, prepared.row, self._objective.feature_noise, self._seed, epoch=row.epoch
+        )
+        hidden_QH = self._hidden(prepared, taps_TF)
+        if not prepared.plan.chunks():
+            return self._empty_row(row)
+        return self._finish(prepared, self._pass_head(prepared, hidden_QH, with_gradient=True), train=True)
+
+    @torch.no_grad()
+    def evaluate(self, row: HiddenStateRow) -> StepStats:
+        """Scores one row without gradient and without noise, at the fixed anchors of validation."""
+        self._drafter.eval()
+        prepared = self._prepare(row, VALIDATION_EPOCH)
+        if self._is_known_empty(prepared):
+            return self._empty_row(row)
+        hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
+        return self._finish(prepared, self._pass_head(prepared, hidden_QH, with_gradient=False), train=False)
+
+    def _prepare(self, row: HiddenStateRow, epoch: int) -> _Prepared:
+        if self._terms.needs_teacher and row.final_hidden_TH is None:
+            raise UserError(
+                f"row {row.row_id} carries no final hidden state, but the objective needs a teacher",
+                mend="capture with want_final, or set objective.labels: data and kl, tv and reverse_kl weights to 0",
+            )
+        static = row.taps_TF.is_cuda if self._static_shapes is None else self._static_shapes
+        if static:
+            row = pad_row(row, self._row_tokens)
+        blocks = draw_blocks(
+            row, self._drafter.spec, self._objective, row_tokens=self._row_tokens, seed=self._seed, epoch=epoch
+        )
+        if not static:
+            blocks = _kept_blocks(blocks)
+        plan = plan_slots(
+            blocks.slot_mask_AB.flatten(),
+            blocks.teacher_index_AB.flatten(),
+            chunk=self._objective.head_chunk_positions,
+        )
+        return _Prepared(row, blocks, plan, self._teacher(row))
+
+    def _teacher(self, row: HiddenStateRow) -> Teacher | None:
+        hidden_TH = row.final_hidden_TH
+        if not self._terms.needs_teacher or hidden_TH is None or self._teacher_head is None:
+            return None
+        if row.final_hidden_norm == "pre":
+            if self._final_norm is None:
+                raise UserError(
+                    f"row {row.row_id} carries the target's last hidden state before its final norm",
+                    mend="give DrafterStep the target's final norm",
+                )
+            with torch.no_grad():
+                hidden_TH = self._final_norm(hidden_TH)
+        return Teacher(self._teacher_head, hidden_TH)
+
+    def _hidden(self, prepared: _Prepared, taps_TF: Tensor) -> Tensor:
+        row, blocks = prepared.row, prepared.blocks
+        mask = self._drafter.build_masks(row.document_ids_T, blocks.anchors_A, blocks.document_A)
+        embeddings_QH = F.embedding(blocks.block_ids_AB.flatten(), self._embedding.weight_VH.detach())
+        if self._embedding.scale != 1.0:
+            embeddings_QH = embeddings_QH * self._embedding.scale
+        return self._drafter(embeddings_QH, taps_TF, mask, row.position_ids_T, blocks.position_ids_AB.flatten())
+
+    def _pass_head(self, prepared: _Prepared, hidden_QH: Tensor, *, with_gradient: bool) -> HeadOutput:
+        return run_head(
+            hidden_QH,
+            prepared.blocks.labels_AB.flatten(),
+            prepared.plan,
+            self._head,
+            self._terms,
+            prepared.teacher,
+            with_gradient=with_gradient,
+            form=self._objective.head,
+        )
+
+    def _finish(self, prepared: _Prepared, output: HeadOutput, *, train: bool) -> StepStats:
+        """Weights, backward and sums."""
+        mask_AB, values = prepared.blocks.slot_mask_AB, output.values
+        weight_AB = slot_weights(self._objective.decay, mask_AB, values.ce.view_as(mask_AB))
+        weight_Q = weight_AB.flatten()
+        total_Q = sum(
+            (c * getattr(values, name) for name, c in self._terms.coefficients().items() if c),
+            torch.zeros_like(weight_Q),
+        )
+        numerator = (weight_Q * total_Q).sum()
+        size = output.backward(weight_Q) if train else torch.zeros_like(numerator)
+        return sum_row(
+            RowOutcome(
+                mask_AB=mask_AB,
+                weight_AB=weight_AB,
+                values=values,
+                numerator=numerator,
+                denominator=denominator(self._objective.decay, mask_AB, weight_AB),
+                gradient_size=size,
+            )
+        )
+
+    def _is_known_empty(self, prepared: _Prepared) -> bool:
+        """True if no block is left, where that is known without waiting for the device."""
+        return prepared.blocks.anchors_A.shape[0] == 0
+
+    def _empty_row(self, row: HiddenStateRow) -> StepStats:
+        """Every parameter has a gradient afterwards, so a joint step finds zeros rather than nothing."""
+        if torch.is_grad_enabled():
+            for parameter in self._drafter.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return StepStats.of_empty_row(self._drafter.spec.block_size, row.taps_TF.device)
+
+
+def _kept_blocks(blocks: BlockBatch) -> BlockBatch:
+    """Without padding blocks: less work where shapes may vary (the CPU, where reading the mask costs nothing)."""
+    keep_A = blocks.keep_A
+    fields = {name: getattr(blocks, name)[keep_A] for name in BlockBatch.__dataclass_fields__}
+    return replace(blocks, **fields)
