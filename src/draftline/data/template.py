@@ -1,0 +1,128 @@
+"""A tokenizer together with its chat template: the one place where conversations become text and ids.
+
+`regenerate`, `prepare` and the evaluation all render through it, so what the drafter is trained on is what the target
+is served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from draftline.data.messages import Message
+from draftline.errors import UserError
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class TemplateRefusedError(ValueError):
+    """The chat template cannot render this conversation."""
+
+
+class ChatTemplate:
+    """Rendering and tokenizing with one tokenizer.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer with a chat template.
+        template_kwargs: passed to the template at top level, for example `{"enable_thinking": False}`.
+        stop_token_ids: ids that end an answer, besides the tokenizer's end token.
+
+    Raises:
+        UserError: no chat template, or a tokenizer that cannot tell which characters a token covers.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> None:
+        name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                "the tokenizer has no chat template", where=name, mend="give an instruction-tuned target that has one"
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError("a fast tokenizer is needed", where=name, mend="convert it to tokenizer.json")
+        self.tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._stops = frozenset(stop_token_ids)
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Text of every special token, and its id."""
+        tokens = {str(token): i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        named = self.tokenizer.all_special_tokens
+        return tokens | dict(zip(named, self.tokenizer.convert_tokens_to_ids(named), strict=True))
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer, as far as known here."""
+        end = self.tokenizer.eos_token_id
+        return self._stops if end is None else self._stops | {end}
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches one special token; longer ones first."""
+        texts = sorted(filter(None, self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def has_generation_tags(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether the template marks what the assistant generates."""
+        return bool(_GENERATION_TAG.search(self.tokenizer.get_chat_template(None, tools)))
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, ask: bool = False
+    ) -> str:
+        """The conversation as text; with `ask`, up to where the assistant begins to write.
+
+        Raises:
+            TemplateRefusedError: the template raised.
+        """
+        result = self._apply(messages, tools, tokenize=False, add_generation_prompt=ask)
+        return str(result)
+
+    def generation_mask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[bool]:
+        """The mask that `{% generation %}` tags give, one entry a token of the rendered text."""
+        encoded = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return [bool(flag) for flag in encoded["assistant_masks"]]
+
+    def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of rendered text, and the characters each token covers; the template writes all special tokens itself."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included and nothing tidied."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Changes with the chat template or the arguments it is given."""
+        content = json.dumps([self.tokenizer.chat_template, self._kwargs], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        tools = list(tools) if tools else None
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options, **self._kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            detail = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise TemplateRefusedError(f"the chat template refuses the conversation ({detail})") from None
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of everything that decides which ids a text gets, as hex; not of the template or of padding settings."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend.pop("truncation", None)
+    backend.pop("padding", None)
+    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
