@@ -7,7 +7,7 @@ Rules that join several fields are checked here, before any weight is loaded, an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,6 +32,9 @@ class TargetConfig(Section):
         default="auto", description="Attention backend of the target's forward."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model repository. Never implied.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the chat template in training and serving, e.g. enable_thinking."
+    )
 
 
 class DataConfig(Section):
