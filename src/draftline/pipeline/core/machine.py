@@ -31,6 +31,7 @@ from draftline.pipeline.core.items import (
 )
 from draftline.pipeline.core.ledger import Ledger, LedgerState, RowState
 from draftline.pipeline.core.rounds import Rounds
+from draftline.pipeline.core.waiting import WaitingRows
 from draftline.records import PlannedRow
 
 PLANNED, LEASED, CAPTURED, IN_HAND, TRAINED, COMMITTED, SET_ASIDE = RowState
@@ -68,8 +69,7 @@ class PipelineCore:
         check_settings(settings, (row_bytes[i] for i in self._planned))
         self.admission = Admission(settings.max_rows, settings.queue_bytes)
         self.rounds = Rounds(range(settings.n_drafters), settings.rows_per_drafter, self.ledger.rounds)
-        self._captured: dict[int, None] = {}  # waiting rows in order of arrival
-        self._next_row = 0  # ordered: the lowest row that was never handed out
+        self._waiting = WaitingRows(settings.ordered)
         self._hands: dict[int, set[int]] = {d: set() for d in range(settings.n_drafters)}
         self._stopped: set[int] = set()  # drafters that took their Stop
         self._leases: dict[int, int | None] = dict.fromkeys(range(settings.n_targets))  # live targets
@@ -108,7 +108,7 @@ class PipelineCore:
     @property
     def waiting_rows(self) -> Collection[int]:
         """Captured rows in no drafter's hands, in order of arrival."""
-        return self._captured
+        return self._waiting.rows.keys()
 
     def unfinished(self) -> list[Worker]:
         """Live workers that have not finished: those that hold a row first, targets before drafters."""
@@ -127,7 +127,7 @@ class PipelineCore:
         DONE means that every planned row is committed or set aside, or that the run stops or failed: the target then
         calls `producer_done` once.
         """
-        if self._lease_of(target) is not None:
+        if self._lease_of(target) is not None and not self.failure:
             raise ProtocolError(f"target-{target} holds row {self._leases[target]} already")
         if self.failure or self.stopping or self.ledger.is_complete:
             self._told_done.add(target)
@@ -156,7 +156,7 @@ class PipelineCore:
         if self.stopping:
             self._discard(row_id)
         else:
-            self._captured[row_id] = None
+            self._waiting.add(row_id)
 
     def producer_done(self, target: int) -> None:
         """A target that was told DONE reports it, once; the last one closes the queue."""
@@ -183,7 +183,7 @@ class PipelineCore:
         handed = ledger.handed
         if rounds.closing or (handed and (self.stopping or handed >= rounds.limit)):
             return SyncItem(rounds.call(drafter))
-        if (row_id := self._take()) is not None:
+        if (row_id := self._waiting.take(ledger.states)) is not None:
             ledger.move(row_id, CAPTURED, IN_HAND, to=drafter)
             hand.add(row_id)
             clock_rows = ledger.counts[COMMITTED] + handed
@@ -304,9 +304,8 @@ class PipelineCore:
         if self.failure or self.stopping or self.closed or self.ledger.is_complete:
             return False
         self.stopping = True
-        for row_id in self._captured:
+        for row_id in self._waiting.take_all():
             self._discard(row_id)
-        self._captured.clear()
         self._settle()
         return True
 
@@ -328,22 +327,6 @@ class PipelineCore:
         if drafter not in self.rounds.live:
             raise ProtocolError(f"drafter-{drafter} is not among the live drafters")
         return self._hands[drafter]
-
-    def _take(self) -> int | None:
-        """The next captured row, or None. In order, rows that come back late (below `_next_row`) hold nothing up."""
-        if not self._captured:
-            return None
-        if self.settings.ordered:
-            states, row_id = self.ledger.states, min(self._captured)
-            while states[self._next_row] is COMMITTED or states[self._next_row] is SET_ASIDE:
-                self._next_row += 1
-            if row_id > self._next_row:
-                return None
-            self._next_row = max(self._next_row, min(row_id + 1, len(states) - 1))
-        else:
-            row_id = next(iter(self._captured))
-        del self._captured[row_id]
-        return row_id
 
     def _nothing_left(self) -> bool:
         """True when no row can be leased or got until the round that is open is committed."""
