@@ -36,12 +36,14 @@ def is_live(console: Console) -> bool:
 class StatusDisplay:
     """Shows snapshots: in place on a terminal, else one line every `every_s` seconds.
 
+    In a log the verdict gets a line of its own when its cause has changed.
     Used by one thread. `clock` is monotonic seconds.
     """
 
     def __init__(self, console: Console, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._every_s, self._clock = console, every_s, clock
         self._last_s = clock()
+        self._last_cause = ""
         self._live = Live(console=console, auto_refresh=False) if is_live(console) else None
 
     def start(self) -> None:
@@ -67,7 +69,9 @@ class StatusDisplay:
     def _print_line(self, snapshot: StatusSnapshot) -> None:
         self._last_s = self._clock()
         plain(self._console, status_line(snapshot))
-        plain(self._console, "  " + snapshot.verdict.sentence)
+        if snapshot.verdict.cause != self._last_cause:
+            plain(self._console, snapshot.verdict.sentence)
+        self._last_cause = snapshot.verdict.cause
 
     def _text(self, snapshot: StatusSnapshot) -> Text:
         lines = status_lines(snapshot, max(20, self._console.width - 1))

@@ -76,9 +76,10 @@ class RunMonitor:
         self._end: RunEnd | None = None
         self._status_file_works = True
         self._last_file_s = self._last_log_s = clock()
+        self._last = self.metrics.snapshot()
 
     def __enter__(self) -> RunMonitor:
-        self._write_status(self.metrics.snapshot())
+        self._write_status(self._last)
         self._thread.start()
         return self
 
@@ -109,15 +110,32 @@ class RunMonitor:
         self.trackers.close()
 
     def _loop(self) -> None:
+        self._guard(self._watch)
+        self._stop.wait()
+        self._guard(self._take_snapshot)
+        self._guard(self._show_last)
+        self._write_status(self._last)
+
+    def _guard(self, action: Callable[[], None]) -> None:
         try:
-            if self._display:
-                self._display.start()
-            while not self._stop.wait(self._tick_s):
-                self._tick(self.metrics.snapshot())
+            action()
         except Exception:  # noqa: BLE001 - watching must never stop a run; logged with its traceback
-            _log.exception("the monitor failed and is switched off; the run goes on")
-        finally:
-            self._finish()
+            _log.exception("the monitor failed and shows nothing more; the run goes on")
+
+    def _watch(self) -> None:
+        if self._display:
+            self._display.start()
+        while not self._stop.wait(self._tick_s):
+            self._take_snapshot()
+            self._tick(self._last)
+
+    def _take_snapshot(self) -> None:
+        self._last = self.metrics.snapshot()
+
+    def _show_last(self) -> None:
+        if self._display:
+            self._display.close(self._last)
+        self._log_snapshot(self._last)
 
     def _tick(self, snapshot: StatusSnapshot) -> None:
         now = self._clock()
@@ -130,18 +148,6 @@ class RunMonitor:
         if now - self._last_log_s >= self._config.status_every_s:
             self._last_log_s = now
             self._log_snapshot(snapshot)
-
-    def _finish(self) -> None:
-        """The last snapshot; the thread only gets here when told to stop or after a fault of its own."""
-        try:
-            self._stop.wait()
-            snapshot = self.metrics.snapshot()
-            if self._display:
-                self._display.close(snapshot)
-            self._write_status(snapshot)
-            self._log_snapshot(snapshot)
-        except Exception:  # noqa: BLE001 - as above
-            _log.exception("the monitor could not write its last status")
 
     def _log_snapshot(self, snapshot: StatusSnapshot) -> None:
         numbers = tracked_numbers(snapshot)

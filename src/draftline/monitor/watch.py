@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,15 +16,23 @@ from typing import Any, Literal
 
 import psutil
 from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from draftline.errors import UserError
-from draftline.monitor.render import duration, flow, status_segments, worker_lines, wrap
+from draftline.monitor.console import is_live, make_console, plain
+from draftline.monitor.render import duration, flow, printable, status_segments, worker_lines, wrap
 from draftline.monitor.run import STATUS_FILE
 from draftline.monitor.status import SCHEMA_VERSION, ProcessInfo, StatusFile, StatusSnapshot
 
 RunState = Literal["running", "silent", "closed", "stopped", "failed", "killed", "elsewhere"]
 # The run writes every two seconds; a busy disk may delay it, a minute without a word is worth saying.
 SILENT_AFTER_S = 60.0
+WATCH_EVERY_S = 2.0
+WATCH_LOG_EVERY_S = 10.0
+LOG_COLUMNS = 120
+_OVER: frozenset[RunState] = frozenset({"closed", "stopped", "failed", "killed"})
 # Process start times are read with a resolution of about 10 ms, and shift with corrections of the wall clock.
 SAME_PROCESS_S = 2.0
 
@@ -65,6 +74,54 @@ def read_status(run_dir: Path, *, wall: Callable[[], float] = time.time) -> RunS
     age_s = max(0.0, wall() - status.written_wall_s)
     state, detail = _judge(status, age_s)
     return RunStatus(state=state, detail=detail, age_s=age_s, snapshot=status.snapshot)
+
+
+def watch_run(
+    run_dir: Path,
+    *,
+    once: bool = False,
+    console: Console | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> RunStatus:
+    """Show a run until it is over (or once); in place on a terminal, else a report every ten seconds.
+
+    Returns the last status seen. An interrupt from the keyboard ends the watching, not the run.
+
+    Raises:
+        UserError: see `read_status`.
+    """
+    console = console or make_console(sys.stdout)
+    status = read_status(run_dir)
+    if once or not is_live(console):
+        return _watch_log(run_dir, status, once, console, sleep)
+    with Live(_picture(status, console), console=console, auto_refresh=False) as live:
+        try:
+            while status.state not in _OVER:
+                sleep(WATCH_EVERY_S)
+                status = read_status(run_dir)
+                live.update(_picture(status, console), refresh=True)
+        except KeyboardInterrupt:
+            return status
+    return status
+
+
+def _watch_log(
+    run_dir: Path, status: RunStatus, once: bool, console: Console, sleep: Callable[[float], None]
+) -> RunStatus:
+    columns = console.width if is_live(console) else LOG_COLUMNS
+    try:
+        while True:
+            plain(console, render_status(status, columns))
+            if once or status.state in _OVER:
+                return status
+            sleep(WATCH_LOG_EVERY_S)
+            status = read_status(run_dir)
+    except KeyboardInterrupt:
+        return status
+
+
+def _picture(status: RunStatus, console: Console) -> Text:
+    return Text(printable(render_status(status, max(20, console.width - 1)), console.encoding))
 
 
 def render_status(status: RunStatus, width: int) -> str:

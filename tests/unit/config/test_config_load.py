@@ -204,7 +204,7 @@ def test_a_dump_loads_back_equal(tmp_path: Path, base: Path) -> None:
     assert load_config([write(tmp_path / "dump.yaml", dump_config(config))]) == config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     model=st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1),
     learning_rate=st.floats(min_value=1e-12, max_value=10, allow_nan=False),

@@ -1,0 +1,132 @@
+"""Promises of what people see: every figure on the line, 40 columns, no colours, no UTF-8, logs and terminals."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from monitor_fakes import FakeClock, spend, work
+from rich.console import Console
+
+from draftline.monitor.console import StatusDisplay, is_live, make_console, progress
+from draftline.monitor.metrics import RunMetrics, TrainingStats
+from draftline.monitor.render import duration, size, status_line, status_lines, worker_lines
+from draftline.monitor.status import LedgerCounts, QueueGauge, StatusSnapshot, Wait
+
+
+@pytest.fixture
+def snapshot(clock: FakeClock) -> StatusSnapshot:
+    metrics = RunMetrics(clock=clock)
+    metrics.watch(
+        queue=lambda: QueueGauge(rows=2, bytes=3 * 2**20, max_rows=4),
+        ledger=lambda: LedgerCounts(planned=50, committed=10, trained=2),
+    )
+    target, drafter = metrics.worker("target-0"), metrics.worker("drafter-0")
+    for _ in range(5):
+        work(clock, target, 3, tokens=6000)
+        spend(clock, target, "waiting", 1, Wait.SLOT)
+        work(clock, drafter, 2, tokens=6000)
+    stats = TrainingStats(1, 6000, 10, 9.0, 2.0, acceptance_sum=1, acceptance_blocks=4, learning_rate=1e-4)
+    metrics.record_training(stats)
+    return metrics.snapshot()
+
+
+def ascii_stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+
+
+def text_of(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode()
+
+
+def test_the_status_line_holds_every_figure(snapshot: StatusSnapshot) -> None:
+    line = status_line(snapshot)
+    for part in (
+        "12/50 rows",
+        "loss 4.500",
+        "acc 1.25",
+        "1.2 ktok/s",
+        "can: targets 2.0 ktok/s, drafters 3.0 ktok/s",
+        "queue 2/4 rows 3.0 MiB",
+        "wait t0 17% d0 0%",
+        "left 3m18s",
+    ):
+        assert part in line
+    assert "\n" not in line and line.isascii()
+
+
+def test_unknown_figures_are_question_marks(clock: FakeClock) -> None:
+    line = status_line(RunMetrics(clock=clock).snapshot())
+    assert line == "0 rows | loss ? | acc ? | ? tok/s | can: targets ? tok/s, drafters ? tok/s | left ?"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(snapshot: StatusSnapshot, width: int) -> None:
+    lines = status_lines(snapshot, width)
+    assert max(map(len, lines)) <= width
+    words = status_line(snapshot).replace("|", " ").split() + snapshot.verdict.sentence.split()
+    assert [w for line in lines for w in line.replace("|", " ").split()] == words
+    assert max(map(len, worker_lines(snapshot.workers, width))) <= width
+
+
+def test_a_log_gets_plain_lines_every_so_often(snapshot: StatusSnapshot, clock: FakeClock) -> None:
+    stream = ascii_stream()
+    display = StatusDisplay(make_console(stream), every_s=10, clock=clock)
+    display.start()
+    for _ in range(25):
+        clock.move(1)
+        display.show(snapshot)
+    lines = text_of(stream).splitlines()
+    assert [line for line in lines if line.startswith("12/50")] == [status_line(snapshot)] * 2
+    assert lines.count(snapshot.verdict.sentence) == 1
+    assert "\x1b" not in "".join(lines)
+    display.close(snapshot)
+    assert text_of(stream).splitlines()[-1] == status_line(snapshot)
+
+
+def test_a_narrow_ascii_terminal_is_drawn_in_place(snapshot: StatusSnapshot) -> None:
+    stream = ascii_stream()
+    console = Console(file=stream, force_terminal=True, width=40, color_system=None, legacy_windows=False)
+    assert is_live(console)
+    display = StatusDisplay(console, every_s=10)
+    odd = snapshot.model_copy(update={"verdict": snapshot.verdict.model_copy(update={"sentence": "größer → 日本"})})
+    display.start()
+    display.show(odd)
+    display.close(odd)
+    text = text_of(stream)
+    assert "12/50 rows | loss 4.500 | acc 1.25" in text
+    assert "gr??er ? ??" in text
+
+
+def test_progress_in_a_log_speaks_every_few_seconds(clock: FakeClock) -> None:
+    stream = ascii_stream()
+
+    def items() -> Iterator[int]:
+        for i in range(6):
+            clock.move(2)
+            yield i
+
+    seen = list(progress(items(), "answering", 6, console=make_console(stream), clock=clock))
+    assert seen == list(range(6))
+    assert text_of(stream).splitlines() == ["answering: 3/6, 6s left", "answering: 6 done in 12s"]
+
+
+def test_quick_progress_says_nothing_in_a_log(clock: FakeClock) -> None:
+    stream = ascii_stream()
+    assert list(progress([1, 2], "x", console=make_console(stream), clock=clock)) == [1, 2]
+    assert text_of(stream) == ""
+
+
+def test_progress_on_an_ascii_terminal_passes_everything_through() -> None:
+    stream = ascii_stream()
+    console = Console(file=stream, force_terminal=True, width=40, color_system=None, legacy_windows=False)
+    assert list(progress(range(3), "größer", console=console)) == [0, 1, 2]
+    assert "gr??er" in text_of(stream) and "3/3" in text_of(stream)
+
+
+def test_durations_and_sizes_read_well() -> None:
+    assert [duration(s) for s in (None, 9.6, 65, 3720, 90000)] == ["?", "10s", "1m05s", "1h02m", "1d01h"]
+    assert [size(n) for n in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
