@@ -1,1 +1,1 @@
-"""Conversations in, token shards and planned rows out. Nothing here imports torch except `regenerate`."""
+"""Conversations in, token shards and planned rows out. Only reading a tokenizer and `regenerate` import torch."""

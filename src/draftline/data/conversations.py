@@ -61,6 +61,7 @@ class Tally:
 
     skip_bad_rows: bool
     in_rows: int = 0
+    rows_of_source: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     first_bad: str | None = None
 
@@ -115,6 +116,7 @@ def read_conversations(sources: Sequence[str], tally: Tally) -> Iterator[Convers
         before = tally.in_rows
         for line, raw in _raw_rows(source):
             tally.in_rows += 1
+            tally.rows_of_source[source] += 1
             try:
                 row = parse_row(_decode(raw))
             except BadRowError as error:
