@@ -1,0 +1,161 @@
+"""Chain decoding: a drafter proposes one block a round, from the target's tap features and mask tokens.
+
+The block is [newest token, mask, mask, ...]; slot k predicts the token AT position start + k, so a block of b slots
+carries b - 1 drafts. Near the length limit the block is shortened, as z-lab's decoder does. Source of the rule:
+arXiv 2602.06036 and the `dflash` package.
+
+Shape letters: S new context tokens, F tap features, B slots, K = B - 1 drafts, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from draftline.decode.generation import Generation
+from draftline.decode.linear import RoundContext, linear_generate
+from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
+from draftline.errors import UserError
+
+if TYPE_CHECKING:
+    from draftline.drafter.model import Drafter, DrafterCache
+    from draftline.target.load import LoadedTarget
+
+
+class DraftModel(Protocol):
+    """What chain and tree decoding ask of a drafter."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def start(self) -> None:
+        """Forgets the last prompt."""
+
+    def block_logits(self, context: RoundContext) -> torch.Tensor:
+        """Logits [K, V] of slots 1..K of the next block, K = context.slots - 1."""
+
+
+class BoundDrafter:
+    """A `Drafter` with the embedding and head of its target, and the key/value cache of one prompt's context.
+
+    Args:
+        drafter: weights on the target's device.
+        target: the model it was trained for; a mismatch is a UserError that names both.
+    """
+
+    def __init__(self, drafter: Drafter, target: LoadedTarget) -> None:
+        check_match(drafter, target)
+        self._drafter, self._target = drafter, target
+        self._spec = drafter.spec
+        self._dtype = next(drafter.parameters()).dtype
+        self._cache: DrafterCache | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self._spec.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._spec.taps
+
+    @property
+    def mask_token_id(self) -> int:
+        return self._spec.mask_token_id
+
+    def start(self) -> None:
+        self._cache = self._drafter.new_cache()
+
+    def block_logits(self, context: RoundContext) -> torch.Tensor:
+        assert self._cache is not None, "block_logits before start"
+        assert context.new_taps_SF is not None, "a drafter needs tap features"
+        ids_B = torch.full((context.slots,), self.mask_token_id, dtype=torch.long, device=self._target.device)
+        ids_B[0] = context.tokens[-1]
+        taps_SF = context.new_taps_SF.to(self._dtype)
+        hidden_BH = self._drafter.forward_block(self._embed(ids_B), taps_SF, self._cache, context.start)
+        return self._head(hidden_BH[1:])
+
+    def _embed(self, ids_B: torch.Tensor) -> torch.Tensor:
+        rows_BH = F.embedding(ids_B, self._target.embedding.weight_VH)
+        return (rows_BH * self._spec.input_embedding_scale).to(self._dtype)
+
+    def _head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        """The target's output matrix, with the multiplier and soft cap of the drafter's own configuration."""
+        head = self._target.head
+        logits_KV = F.linear(hidden_KH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
+        if self._spec.output_multiplier != 1.0:
+            logits_KV = logits_KV * self._spec.output_multiplier
+        cap = self._spec.final_logit_softcapping
+        return torch.tanh(logits_KV / cap) * cap if cap else logits_KV
+
+
+def check_match(drafter: Drafter, target: LoadedTarget) -> None:
+    """Raises UserError if the drafter was made for another target. Names both values."""
+    spec = drafter.spec
+    for name, of_drafter, of_target in (
+        ("hidden size", spec.hidden_size, target.hidden_size),
+        ("vocabulary", spec.vocab_size, target.vocab_size),
+        ("number of target layers", spec.num_target_layers, target.num_layers),
+    ):
+        if of_drafter != of_target:
+            raise UserError(
+                f"the drafter is for another target: its {name} is {of_drafter}, the target's is {of_target}",
+                where="decode",
+                mend="load the target that the drafter was trained with",
+            )
+    width = drafter.fc.in_features
+    if width != len(spec.taps) * spec.hidden_size:
+        raise UserError(
+            f"the drafter's input takes {width // spec.hidden_size} taps, its configuration names {len(spec.taps)}",
+            where="decode",
+            mend="repair target_layer_ids",
+        )
+
+
+class ChainSource:
+    """Draft source of chain decoding: one token a slot, all slots from one forward of the drafter."""
+
+    def __init__(self, drafter: DraftModel) -> None:
+        self._drafter = drafter
+        drafter.start()
+
+    @property
+    def block_size(self) -> int:
+        return self._drafter.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._drafter.taps
+
+    def propose(self, context: RoundContext, sampler: Sampler) -> Proposal:
+        return sampler.propose(self._drafter.block_logits(context))
+
+
+@torch.inference_mode()
+def chain_generate(
+    target: LoadedTarget,
+    drafter: DraftModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] | None = None,
+    sampling: Sampling = GREEDY,
+) -> Generation:
+    """Decodes with one block of drafts a round.
+
+    Args:
+        drafter: a `BoundDrafter`, or anything with its methods; other arguments as in `plain_generate`.
+    """
+    return linear_generate(
+        target,
+        ChainSource(drafter),
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        sampling=sampling,
+    )
