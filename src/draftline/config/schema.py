@@ -65,10 +65,10 @@ class DrafterConfig(Section):
     taps: tuple[int, ...] | None = Field(
         default=None, description="Explicit 0-based target layers; overrides num_taps."
     )
-    intermediate_size: int | None = Field(default=None, ge=1)
-    num_heads: int | None = Field(default=None, ge=1)
-    num_kv_heads: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=2)
+    intermediate_size: int | None = Field(default=None, ge=1, description="null: as the target.")
+    num_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
+    num_kv_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
+    head_dim: int | None = Field(default=None, ge=2, description="null: as the target.")
     sliding: SlidingWindowConfig | None = Field(default=None, description="null: full attention in all layers.")
     init_from: Path | None = Field(default=None, description="Export or checkpoint to start from (warm start).")
 
@@ -95,7 +95,7 @@ class DPaceDecay(Section):
     """D-PACE weights (arXiv 2605.18810): each slot weighted by the chance that decoding reaches it, detached."""
 
     kind: Literal["dpace"] = "dpace"
-    alpha: float = Field(default=0.5, ge=0, le=1)
+    alpha: float = Field(default=0.5, ge=0, le=1, description="Floor of a slot's chance; 0: the bare chance.")
 
 
 class NoDecay(Section):
@@ -128,12 +128,12 @@ class ObjectiveConfig(Section):
     decay: Decay = ExponentialDecay()
     labels: Literal["data", "target"] = Field(default="data", description="The data's token or the target's argmax.")
     kl_weight: float = Field(default=0.0, ge=0, le=1, description="Share of forward KL in the CE/KL blend.")
-    kl_temperature: float = Field(default=1.0, gt=0)
+    kl_temperature: float = Field(default=1.0, gt=0, description="Softens teacher and draft in the forward KL.")
     teacher_top_k: int | None = Field(default=None, ge=1, description="Keep the teacher's k best tokens; null: all.")
-    tv_weight: float = Field(default=0.0, ge=0)
-    reverse_kl_weight: float = Field(default=0.0, ge=0)
+    tv_weight: float = Field(default=0.0, ge=0, description="Weight of the total variation distance.")
+    reverse_kl_weight: float = Field(default=0.0, ge=0, description="Weight of the reverse KL.")
     cap_weight: float = Field(default=0.0, ge=0, description="Confidence loss on correct slots (CAP).")
-    cap_temperature: float = Field(default=1.0, gt=0)
+    cap_temperature: float = Field(default=1.0, gt=0, description="Softens the draft in CAP.")
     feature_noise: FeatureNoise = FeatureNoise()
     token_noise_prob: float = Field(default=0.0, ge=0, le=1, description="Chance that an anchor token is replaced.")
     head: Literal["fused", "checkpointed"] = Field(
@@ -151,9 +151,9 @@ class ScheduleConfig(Section):
     """Learning-rate factor over the run; the clock is planned rows (see pipeline)."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_fraction: float = Field(default=0.04, ge=0, le=1)
+    warmup_fraction: float = Field(default=0.04, ge=0, le=1, description="Share of the run that warms up from 0.")
     decay_fraction: float = Field(default=0.2, gt=0, le=1, description="wsd only: share of the run that decays.")
-    final_factor: float = Field(default=0.0, ge=0, le=1)
+    final_factor: float = Field(default=0.0, ge=0, le=1, description="Factor at the end of the run.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -166,11 +166,11 @@ class OptimizerConfig(Section):
     """AdamW on fp32 masters."""
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(default=6e-4, gt=0)
+    learning_rate: float = Field(default=6e-4, gt=0, description="Peak; the schedule gives its course.")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="Norm weights are not decayed.")
+    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest gradient norm; null: no clipping.")
     accumulate_rows: int = Field(default=1, ge=1, description="Rows of one optimizer step of one drafter.")
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -178,8 +178,12 @@ class OptimizerConfig(Section):
 class PipelineConfig(Section):
     """Workers, devices and bounds. Workers may share a device; `cpu` is a device too."""
 
-    target_devices: tuple[str, ...] = Field(default=("auto",), min_length=1, max_length=64)
-    drafter_devices: tuple[str, ...] = Field(default=("auto",), min_length=1, max_length=64)
+    target_devices: tuple[str, ...] = Field(
+        default=("auto",), min_length=1, max_length=64, description="One target each: [cuda:0, cuda:1], [cpu, cpu]."
+    )
+    drafter_devices: tuple[str, ...] = Field(
+        default=("auto",), min_length=1, max_length=64, description="One drafter each."
+    )
     hs_queue_depth: int = Field(default=2, ge=1, description="Waiting rows per drafter.")
     prefetch_rows: int = Field(default=1, ge=0, description="Rows a drafter takes before its step in hand is done.")
     queue_bytes: int | None = Field(
@@ -206,7 +210,7 @@ class CopySync(Section):
     """Drafter 0's weights copied to all (the old way, for comparison)."""
 
     kind: Literal["copy"] = "copy"
-    every_rows: int = Field(default=100, ge=1)
+    every_rows: int = Field(default=100, ge=1, description="Rows per drafter between two copies.")
 
 
 class GradientSync(Section):
@@ -219,9 +223,9 @@ class OuterSync(Section):
     """Averaging with an outer Nesterov step on the averaged change (DiLoCo)."""
 
     kind: Literal["outer"] = "outer"
-    every_rows: int = Field(default=50, ge=1)
-    outer_learning_rate: float = Field(default=0.7, gt=0)
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    every_rows: int = Field(default=50, ge=1, description="Rows per drafter between two averagings.")
+    outer_learning_rate: float = Field(default=0.7, gt=0, description="Step of the outer Nesterov optimizer.")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Its momentum.")
 
 
 SyncConfig = Annotated[AverageSync | CopySync | GradientSync | OuterSync, Field(discriminator="kind")]
@@ -246,9 +250,9 @@ class MonitorConfig(Section):
 class RunConfig(Section):
     """A whole training run. `output` holds the resolved configuration, logs, checkpoints and exports."""
 
-    output: Path
-    seed: int = Field(default=0, ge=0)
-    epochs: int = Field(default=1, ge=1)
+    output: Path = Field(description="Folder of the run.")
+    seed: int = Field(default=0, ge=0, description="Of the plan, the first weights and every draw.")
+    epochs: int = Field(default=1, ge=1, description="Passes over the data.")
     max_rows: int | None = Field(default=None, ge=1, description="Train only the plan's first rows.")
     target: TargetConfig
     data: DataConfig
