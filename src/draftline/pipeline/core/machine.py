@@ -228,7 +228,9 @@ class PipelineCore:
         if self.failure or not self.rounds.finish(drafter, round_id, attempt):
             return None
         meeting = self._meeting(drafter)
-        self._commit_rows(meeting)
+        for member, rows in meeting.rows.items():
+            for row in rows:
+                self.ledger.move(row.row_id, TRAINED, COMMITTED, holder=member)
         self.rounds.close()
         self.ledger.rounds = self.rounds.round_id
         self._settle()
@@ -346,11 +348,6 @@ class PipelineCore:
             committed_rows=committed,
             is_last=self.stopping or committed + counts[SET_ASIDE] == len(plan),
         )
-
-    def _commit_rows(self, meeting: Meeting) -> None:
-        for drafter, rows in meeting.rows.items():
-            for row in rows:
-                self.ledger.move(row.row_id, TRAINED, COMMITTED, holder=drafter)
 
     def _drop(self, worker: Worker, row_id: int) -> tuple[RowState, int]:
         """Take a row out of a worker's hands; returns its state and holder."""

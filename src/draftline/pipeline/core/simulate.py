@@ -19,17 +19,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from draftline.pipeline.core.items import End, ProtocolError
-from draftline.pipeline.core.simworld import (
-    STUCK,
-    At,
-    BrokenPromiseError,
-    Case,
-    Fault,
-    SimDrafter,
-    World,
-    fingerprint,
-    fork,
-)
+from draftline.pipeline.core.simstate import fingerprint, fork
+from draftline.pipeline.core.simworkers import STUCK, At, SimDrafter
+from draftline.pipeline.core.simworld import BrokenPromiseError, Case, Fault, World
 
 MakeWorld = Callable[[Case], World]
 BROKEN = (BrokenPromiseError, ProtocolError)
@@ -66,7 +58,7 @@ def draw_case(rng: random.Random) -> Case:
     return Case(
         n_targets=1 + int(draw() * 3),
         n_drafters=1 + int(draw() * 3),
-        n_rows=1 + int(draw() * 6),
+        n_rows=1 + int(6 * draw() ** 1.7),
         rows_per_drafter=1 + int(draw() * 3),
         prefetch_rows=int(draw() * 2),
         tight=draw() < 0.5,
@@ -90,13 +82,14 @@ class RandomRun:
     """One random schedule. Half of them follow priorities, so that some workers are far ahead of others."""
 
     def __init__(self, rng: random.Random, make_world: MakeWorld) -> None:
-        self.draw = rng.random
+        self.rng = rng
         self.case = draw_case(rng)
         self.faults = draw_faults(rng, self.case)
         self.world = make_world(self.case)
         self.trace: list[int] = []
-        n_workers = self.world.n_workers
-        self.priorities = [self.draw() for _ in range(n_workers)] if self.draw() < 0.5 else None
+        self.order = list(range(len(self.world.workers)))  # by priority
+        self.favour = 0.8 if rng.random() < 0.5 else 0.0  # how often the first in order goes first
+        rng.shuffle(self.order)
 
     def run(self) -> End:
         """Run to the end.
@@ -104,23 +97,25 @@ class RandomRun:
         Raises:
             BrokenPromiseError, ProtocolError: a promise was broken.
         """
-        world, trace = self.world, self.trace
-        active = world.active()
+        world, trace, workers, draw, favour = self.world, self.trace, self.world.workers, self.rng.random, self.favour
+        active = self.order
         ready = active.copy()
+        next_fault = self.faults[-1][0] if self.faults else sys.maxsize
         while active:
-            if self.faults and len(trace) >= self.faults[-1][0] and self._fault():
-                active = world.active()
+            if len(trace) >= next_fault:
+                next_fault = self._fault()
+                active = [code for code in active if workers[code].at is not At.OVER]
                 ready = active.copy()
                 continue
             if not ready:
-                raise BrokenPromiseError(f"deadlock: {[world.worker(code).at.name for code in active]}")
-            at = self._pick(ready)
+                raise BrokenPromiseError(f"deadlock: {[workers[code].at.name for code in active]}")
+            drawn = draw()
+            at = 0 if drawn < favour else int(draw() * len(ready))
             code = ready[at]
-            worker = world.worker(code)
-            action = worker.step(world, self.draw())
+            worker = workers[code]
+            action = worker.step(world, draw())
             if action == STUCK:
-                ready[at] = ready[-1]
-                ready.pop()
+                del ready[at]
                 continue
             trace.append(code * 4 + action)
             world.check()
@@ -129,19 +124,13 @@ class RandomRun:
             ready = active.copy()
         return world.check_end()
 
-    def _fault(self) -> bool:
+    def _fault(self) -> int:
+        """Apply the next fault, if it can happen now; returns the step of the one after it."""
         _, fault, index = self.faults.pop()
-        if not self.world.apply(fault, index):
-            return False
-        self.trace.append(FAULT_CODE + fault * 8 + index)
-        self.world.check()
-        return True
-
-    def _pick(self, ready: list[int]) -> int:
-        if self.priorities is None or self.draw() < 0.2:
-            return int(self.draw() * len(ready))
-        priorities = self.priorities
-        return max(range(len(ready)), key=lambda at: priorities[ready[at]])
+        if self.world.apply(fault, index):
+            self.trace.append(FAULT_CODE + fault * 8 + index)
+            self.world.check()
+        return self.faults[-1][0] if self.faults else sys.maxsize
 
 
 def run_one(seed: int, index: int, make_world: MakeWorld = World) -> RandomRun:
@@ -209,7 +198,7 @@ class Explorer:
         if not moves:
             active = world.active()
             if active:
-                raise BrokenPromiseError(f"deadlock: {[world.worker(code).at.name for code in active]}")
+                raise BrokenPromiseError(f"deadlock: {[world.workers[code].at.name for code in active]}")
             self.ends[world.check_end().value] += 1
         faults = self._faults(world) if n_faults else ()
         paths = sum(self._visit(after, n_faults) for after in moves)
@@ -220,11 +209,11 @@ class Explorer:
     @staticmethod
     def _moves(world: World) -> Iterator[World]:
         for code in world.active():
-            worker = world.worker(code)
+            worker = world.workers[code]
             draws = (0.0, 1.0) if isinstance(worker, SimDrafter) and worker.can_choose(world) else (0.0,)
             for draw in draws:
                 after = fork(world)
-                if after.worker(code).step(after, draw) != STUCK:
+                if after.workers[code].step(after, draw) != STUCK:
                     yield after
 
     @staticmethod

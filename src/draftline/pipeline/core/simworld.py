@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import cast
 
 from draftline.pipeline.core.admission import CoreSettings
 from draftline.pipeline.core.items import (
-    WAIT,
     End,
-    Lease,
     Meeting,
     ProtocolError,
     RowItem,
-    SyncItem,
     drafter_worker,
     target_worker,
 )
 from draftline.pipeline.core.ledger import RowState
 from draftline.pipeline.core.machine import PipelineCore
+from draftline.pipeline.core.simworkers import At, SimDrafter, SimTarget
 from draftline.records import PlannedRow
 
 PLANNED, LEASED, CAPTURED, IN_HAND, TRAINED, COMMITTED, SET_ASIDE = RowState
@@ -79,132 +77,6 @@ class Fault(IntEnum):
     FAIL = 8
 
 
-class At(IntEnum):
-    """Where a worker is in its program."""
-
-    LEASE = 0
-    PUT = 1
-    REPORT = 2
-    JOIN = 3
-    WORK = 4
-    MEET = 5
-    AVERAGE = 6
-    COMMIT = 7
-    OVER = 8
-
-
-STUCK = -1  # the worker can only wait
-
-
-class SimTarget:
-    """lease -> put -> ... -> producer_done; may be lost and join again."""
-
-    def __init__(self, index: int) -> None:
-        self.index, self.at, self.row_id = index, At.LEASE, -1
-
-    def step(self, world: World, _draw: float) -> int:
-        core = world.core
-        if self.at is At.LEASE:
-            answer = core.lease(self.index)
-            if answer is WAIT:
-                return STUCK
-            if isinstance(answer, Lease):
-                self.row_id, self.at = answer.row_id, At.PUT
-            else:
-                world.check_done()
-                self.at = At.REPORT
-        elif self.at is At.PUT:
-            core.put(self.index, self.row_id)
-            world.n_puts += 1
-            world.n_discarded += world.stopped
-            self.at = At.LEASE
-        elif self.at is At.REPORT:
-            self.report(world)
-        else:
-            self.at = At.LEASE if core.target_joined(self.index) else At.OVER
-        return 0
-
-    def report(self, world: World) -> None:
-        world.core.producer_done(self.index)
-        self.at = At.OVER
-
-
-class SimDrafter:
-    """get -> trained -> ... -> arrive -> (average -> commit) -> take the average over -> get; prefetches as it likes.
-
-    Once it has asked for a row and must wait, it does nothing else, as a thread would.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index, self.at = index, At.WORK
-        self.hand: list[int] = []
-        self.round_id = -1  # >= 0: called to that meeting
-        self.asking = False
-        self.meeting: Meeting | None = None
-
-    def step(self, world: World, draw: float) -> int:
-        if self.at is At.WORK:
-            return self.work(world, draw)
-        if self.at is At.MEET:
-            return self.meet(world)
-        assert self.meeting is not None
-        if self.at is At.AVERAGE:
-            world.average(self.meeting)
-            self.at = At.COMMIT
-            return 0
-        world.commit(self.index, self.meeting)
-        self.at = At.MEET
-        return 0
-
-    def can_choose(self, world: World) -> bool:
-        """True if it may either train or ask for another row."""
-        return bool(
-            self.at is At.WORK
-            and self.hand
-            and self.round_id < 0
-            and not self.asking
-            and len(self.hand) <= world.case.prefetch_rows
-        )
-
-    def work(self, world: World, draw: float) -> int:
-        if self.hand and not self.asking and not (draw < 0.5 and self.can_choose(world)):
-            row_id = self.hand.pop(0)
-            world.core.trained(self.index, row_id)
-            world.train(self.index, row_id)
-            return 1
-        if self.round_id >= 0:
-            world.core.arrive(self.index, self.round_id)
-            self.at = At.MEET
-            return 2
-        answer = world.core.get(self.index)
-        if answer is WAIT:
-            asked, self.asking = self.asking, bool(self.hand)
-            return STUCK if asked or not self.hand else 3
-        self.asking = False
-        if isinstance(answer, RowItem):
-            world.check_row(answer)
-            self.hand.append(answer.row_id)
-        elif isinstance(answer, SyncItem):
-            self.round_id = answer.round_id
-        else:
-            world.check_stop(self.index, answer.end)  # type: ignore[union-attr]
-            self.at = At.OVER
-        return 0
-
-    def meet(self, world: World) -> int:
-        core = world.core
-        if core.failure:
-            self.at = At.OVER
-        elif core.round_id != self.round_id:
-            world.take_over(self.index)
-            self.at, self.round_id = At.WORK, -1
-        elif core.leader == self.index:
-            self.meeting, self.at = core.begin_average(self.index, self.round_id), At.AVERAGE
-        else:
-            return STUCK
-        return 0
-
-
 class World:
     """One run under simulation.
 
@@ -221,31 +93,23 @@ class World:
     ) -> None:
         self.case = case
         self.core = core_class(PLAN[: case.n_rows], ROW_BYTES[: case.n_rows], case.settings())
-        self.targets = [target_class(t) for t in range(case.n_targets)]
-        self.drafters = [SimDrafter(d) for d in range(case.n_drafters)]
+        targets = [target_class(t) for t in range(case.n_targets)]
+        self.workers: list[SimTarget | SimDrafter] = [*targets, *map(SimDrafter, range(case.n_drafters))]
         self.live = set(range(case.n_drafters))
         self.live_targets = set(range(case.n_targets))  # those that restart included
         self.weights = [0] * case.n_drafters
         self.averages = [0] * case.n_drafters
         self.blames = [0] * case.n_rows
-        self.n_puts = self.n_discarded = self.n_committed = 0
+        self.n_puts = self.n_discarded = self.n_committed = self.committed = 0
         self.last_in_order = -1
         self.stopped = self.failed = False
-        self.all = (1 << case.n_rows) - 1
+        self.max_bytes = self.core.admission.max_bytes or sum(ROW_BYTES)
 
     # ---- steps
 
-    def worker(self, code: int) -> SimTarget | SimDrafter:
-        """Workers are numbered: targets, then drafters."""
-        n_targets = len(self.targets)
-        return self.targets[code] if code < n_targets else self.drafters[code - n_targets]
-
-    @property
-    def n_workers(self) -> int:
-        return len(self.targets) + len(self.drafters)
-
     def active(self) -> list[int]:
-        return [code for code in range(self.n_workers) if self.worker(code).at is not At.OVER]
+        """Numbers of the workers that are not over: targets, then drafters."""
+        return [code for code, worker in enumerate(self.workers) if worker.at is not At.OVER]
 
     def train(self, drafter: int, row_id: int) -> None:
         bit = 1 << row_id
@@ -262,7 +126,7 @@ class World:
 
     def commit(self, drafter: int, meeting: Meeting) -> None:
         result = self.core.commit(drafter, meeting.round_id, meeting.attempt)
-        if result and result.is_last and not self.core.stopping and self.committed | self.set_aside != self.all:
+        if result and result.is_last and not self.core.stopping and not self._all_settled():
             raise BrokenPromiseError("a meeting was called the last one, but rows are left")
 
     def take_over(self, drafter: int) -> None:
@@ -273,9 +137,9 @@ class World:
         if self.core.end is not None:
             return False
         if fault <= Fault.TARGET_BLAMES:
-            return self._target_fault(fault, self.targets[index])
+            return self._target_fault(fault, cast(SimTarget, self.workers[index]))
         if fault <= Fault.DRAFTER_BLAMES:
-            return self._drafter_fault(fault, self.drafters[index])
+            return self._drafter_fault(fault, cast(SimDrafter, self.workers[self.case.n_targets + index]))
         if fault is Fault.FAIL:
             self.failed = self.core.fail("test", "asked for")
             return self.failed
@@ -326,51 +190,46 @@ class World:
 
     # ---- checks
 
-    @property
-    def committed(self) -> int:
-        return self._mask(COMMITTED)
-
-    @property
-    def set_aside(self) -> int:
-        return self._mask(SET_ASIDE)
-
     def _mask(self, wanted: RowState) -> int:
         return sum(1 << i for i, state in enumerate(self.core.ledger.states) if state is wanted)
 
-    def check(self) -> None:
-        """What must hold after every step."""
-        core = self.core
-        states, counts, admission = core.ledger.states, core.ledger.counts, core.admission
-        n_leased, n_waiting, n_in_hand = states.count(LEASED), states.count(CAPTURED), states.count(IN_HAND)
-        n_committed = states.count(COMMITTED)
-        found = [states.count(PLANNED), n_leased, n_waiting, n_in_hand, states.count(TRAINED), n_committed]
-        if found != counts[:SET_ASIDE] or sum(counts) != len(states):
-            raise BrokenPromiseError(f"the ledger's counts {counts} are not those of its rows {found}")
-        charged = admission.charged
-        if len(charged) != n_leased + n_waiting + n_in_hand and not core.failure:
-            raise BrokenPromiseError(f"{len(charged)} slots are charged for {n_leased + n_waiting + n_in_hand} rows")
-        if len(charged) > admission.max_rows or (admission.max_bytes or 99) < sum(charged.values()):
-            raise BrokenPromiseError(f"the bound is exceeded: {charged}")
-        if n_committed != self.n_committed:
-            self.n_committed = n_committed
-            self._check_commit()
+    def _all_settled(self) -> bool:
+        states = self.core.ledger.states
+        return states.count(COMMITTED) + states.count(SET_ASIDE) == len(states)
 
-    def _check_commit(self) -> None:
-        committed = self.committed
+    def check(self) -> None:
+        """What must hold after every step: slots, their bounds, and commits that tell the truth about the weights."""
+        core = self.core
+        counts, admission = core.ledger.counts, core.admission
+        n_charged = len(admission.charged)
+        if n_charged != counts[LEASED] + counts[CAPTURED] + counts[IN_HAND] and not core.failure:
+            raise BrokenPromiseError(f"{n_charged} slots are charged, the ledger has {counts}")
+        if n_charged > admission.max_rows or admission.n_bytes > self.max_bytes:
+            raise BrokenPromiseError(f"the bound is exceeded: {admission.charged}")
+        if core.ledger.states.count(COMMITTED) != self.n_committed:
+            self.check_ledger()
+
+    def check_ledger(self) -> None:
+        """The ledger's figures are those of its rows, and every drafter's average holds what is committed."""
+        states, counts, admission = self.core.ledger.states, self.core.ledger.counts, self.core.admission
+        found = [states.count(state) for state in RowState]
+        if found != counts or admission.n_bytes != sum(admission.charged.values()):
+            raise BrokenPromiseError(f"the ledger's counts {counts} are not those of its rows {found}")
+        if counts[COMMITTED] == self.n_committed:
+            return
+        self.n_committed, self.committed = counts[COMMITTED], self._mask(COMMITTED)
         for d in self.live:
-            if self.averages[d] != committed:
-                raise BrokenPromiseError(
-                    f"the average {self.averages[d]:b} of drafter-{d} is not what is committed: {committed:b}"
-                )
+            if self.averages[d] != self.committed:
+                what = f"the average {self.averages[d]:b} of drafter-{d}"
+                raise BrokenPromiseError(f"{what} is not what is committed: {self.committed:b}")
 
     def check_done(self) -> None:
-        if not (self.stopped or self.core.failure or self.committed | self.set_aside == self.all):
+        if not (self.stopped or self.core.failure or self._all_settled()):
             raise BrokenPromiseError("a target was told DONE with rows left")
 
     def check_row(self, item: RowItem[None]) -> None:
-        ledger, handed = self.core.ledger, 0
-        for state in ledger.states:
-            handed += state is IN_HAND or state is TRAINED
+        ledger = self.core.ledger
+        handed = ledger.states.count(IN_HAND) + ledger.states.count(TRAINED)
         if handed > self.case.rows_per_drafter * len(self.live):
             raise BrokenPromiseError(f"{handed} rows are handed out in a round of {len(self.live)} drafters")
         if item.clock_rows != ledger.states.count(COMMITTED) + handed - 1:
@@ -389,7 +248,7 @@ class World:
             return
         if self.core.failure or end is not (End.STOPPED if self.stopped else End.CLOSED):
             raise BrokenPromiseError(f"a drafter was told {end}")
-        if counts[IN_HAND] or counts[TRAINED] or (end is End.CLOSED and self.committed | self.set_aside != self.all):
+        if counts[IN_HAND] or counts[TRAINED] or (end is End.CLOSED and not self._all_settled()):
             raise BrokenPromiseError("a drafter was stopped before the last commit")
         if self.weights[drafter] != self.committed:
             raise BrokenPromiseError(f"drafter-{drafter} stops with weights that are not what is committed")
@@ -399,6 +258,7 @@ class World:
         core, end = self.core, self.core.end
         if end is None:
             raise BrokenPromiseError("all workers are over, but the run has no end")
+        self.check_ledger()
         for d in self.live:
             self._check_single_stop(d)
         if (end is End.FAILED) != self._must_fail():
@@ -431,39 +291,5 @@ class World:
         if captures.produced != parts:
             raise BrokenPromiseError(f"captures do not add up: {captures}")
         aside = sum(1 << row_id for row_id, blames in enumerate(self.blames) if blames >= 2)
-        if self.set_aside != aside or ledger.set_aside_samples() != 2 * aside.bit_count():
-            raise BrokenPromiseError(f"set aside {self.set_aside:b}, blamed twice {aside:b}")
-
-
-def fork(value: Any) -> Any:
-    """A copy of simulated state: mutable containers and objects are copied, frozen ones shared."""
-    kind = type(value)
-    if kind in (list, set):
-        return kind(map(fork, value)) if kind is list else value.copy()
-    if kind is dict:
-        return {key: fork(item) for key, item in value.items()}
-    if kind.__module__.startswith("draftline.pipeline.core") and hasattr(value, "__dict__") and not _is_enum(value):
-        copy = object.__new__(kind)
-        copy.__dict__.update({key: fork(item) for key, item in value.__dict__.items()})
-        return copy
-    return value
-
-
-def fingerprint(value: Any) -> Any:
-    """A hashable picture of simulated state: equal pictures behave alike."""
-    kind = type(value)
-    if kind is list:
-        return tuple(map(fingerprint, value))
-    if kind is set:
-        return frozenset(value)
-    if kind is dict:
-        return tuple((key, fingerprint(item)) for key, item in value.items())
-    if kind.__module__.startswith("draftline.pipeline.core") and hasattr(value, "__dict__") and not _is_enum(value):
-        return tuple(map(fingerprint, value.__dict__.values()))
-    if kind is tuple:  # plan and sizes never change
-        return None
-    return (value.round_id, value.attempt, value.members) if kind is Meeting else value
-
-
-def _is_enum(value: Any) -> bool:
-    return hasattr(value, "_value_")
+        if self._mask(SET_ASIDE) != aside or ledger.set_aside_samples() != 2 * aside.bit_count():
+            raise BrokenPromiseError(f"set aside {self._mask(SET_ASIDE):b}, blamed twice {aside:b}")
