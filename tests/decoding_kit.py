@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import TargetConfig
 from draftline.decode.linear import RoundContext
 from draftline.decode.plain import plain_generate
@@ -44,6 +45,30 @@ def tiny_target(seed: int = 0, *, sharpness: float = 6.0, **changes: Any) -> Loa
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
     return wrap(model)
+
+
+def tiny_spec(**changes: Any) -> DrafterSpec:
+    """Spec of a two-layer drafter for `tiny_target()`."""
+    values: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 13,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "max_position_embeddings": 512,
+        "block_size": 4,
+        "mask_token_id": 12,
+        "taps": (1, 2),
+        "num_target_layers": 4,
+        "layer_types": ("full_attention", "full_attention"),
+        "initializer_range": 0.3,
+        **changes,
+    }
+    return DrafterSpec(**values)
 
 
 def random_prompt(seed: int, length: int, vocab_size: int = 13) -> list[int]:

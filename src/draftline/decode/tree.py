@@ -1,8 +1,8 @@
 """Draft trees from the marginals of one block (DDTree, arXiv 2604.12989). Pure functions, no model.
 
 A drafter of the DFlash kind gives independent distributions q_1..q_D over the tokens of the next D positions. The
-chance of a prefix u is q(u) = q_1(u_1) * .. * q_d(u_d). A prefix is never less likely than its extensions, so the B most
-likely prefixes form a tree, and that tree has the largest expected number of accepted drafts among all of B nodes.
+chance of a prefix u is q(u) = q_1(u_1) * .. * q_d(u_d). A prefix is never less likely than its extensions, so the B
+most likely prefixes form a tree, and that tree has the largest expected number of accepted drafts among all of B nodes.
 
 Nodes are found best first. Ties are broken by the tuple of ranks (0 = most likely token of its depth), the smaller
 first; log-probabilities are added in double precision from the root down.
@@ -67,7 +67,7 @@ class Node:
 
 @dataclass(slots=True)
 class DraftTree:
-    """Drafts below a root, each behind its parent. Node i >= 1 of the target's forward is `nodes[i - 1]`, 0 the root."""
+    """Drafts below a root, each behind its parent. Node i >= 1 of the forward is `nodes[i - 1]`, 0 the root."""
 
     nodes: list[Node] = field(default_factory=list)
 

@@ -1,0 +1,1 @@
+"""Writing and reading drafters in the formats that servers load."""

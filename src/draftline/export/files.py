@@ -1,0 +1,104 @@
+"""Folders written whole or not at all, and weights read with care."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from draftline.errors import UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its name when the block ends well, and vanishes when it does not.
+
+    Args:
+        path: must not exist, be empty, or be an earlier folder of the same kind.
+        replaces: file that marks a folder of the same kind.
+
+    Raises:
+        UserError: `path` holds something else.
+    """
+    path = path.expanduser()
+    refuse_foreign(path, marker=replaces)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        yield temporary
+        os.chmod(temporary, 0o755)
+        _sync_files(temporary)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def refuse_foreign(path: Path, *, marker: str) -> None:
+    """Raises UserError if `path` is a file, or a folder with other content than ours."""
+    if path.is_file():
+        raise UserError("is a file", where=str(path), mend="choose another output folder")
+    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
+        raise UserError(f"is not empty and holds no {marker}", where=str(path), mend="choose another output folder")
+
+
+def _sync_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises UserError if the file is missing, not JSON, or not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("no such file", where=str(path), mend="give the folder of a drafter") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"is not JSON ({error})", where=str(path), mend="export again") from error
+    if not isinstance(content, dict):
+        raise UserError("is not a JSON object", where=str(path), mend="export again")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, from one file or several.
+
+    Raises:
+        UserError: no weights, a broken file, or a tensor in two files.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    else:
+        names = [WEIGHTS]
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        file = folder / name
+        if not file.is_file() or file.parent != folder:
+            raise UserError("no such file", where=str(file), mend="download or export the drafter again")
+        try:
+            with safe_open(file, framework="pt") as handle:
+                weights.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118 - not a dict
+        except SafetensorError as error:
+            raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
+    return weights
