@@ -7,6 +7,7 @@ which that fails is left unsupervised, a conversation without any turn left is r
 from __future__ import annotations
 
 import hashlib
+import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,7 @@ class ChatEncoder:
         Raises:
             RejectedError: with the reason it is counted by.
         """
-        messages = _until_last_answer(messages)
-        text = self._render(messages, tools)
+        messages, text = self._rendered(_until_last_answer(messages), tools)
         places = locate_turns(self.template, messages, tools, text, turns or self.turns)
         if answer_cut and places[-1] is None:
             raise RejectedError("inexact mask", "the cut answer cannot be found in the rendered conversation")
@@ -150,6 +150,16 @@ class ChatEncoder:
         except TemplateRefusedError as error:
             raise RejectedError("template refused", str(error)) from None
 
+    def _rendered(self, messages: list[Message], tools: Tools) -> tuple[list[Message], str]:
+        """Messages and their text, composed (NFC) where the tokenizer composes anyway: its offsets then fit the text."""
+        text = self._render(messages, tools)
+        if unicodedata.is_normalized("NFC", text):
+            return messages, text
+        composed = _composed(messages)
+        other = self._render(composed, tools)
+        same = self.template.tokenize(other)[0] == self.template.tokenize(text)[0]
+        return (composed, other) if same else (messages, text)
+
     def _tokenize(self, text: str, spans: Sequence[TurnSpan]) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of the text; where a token would reach over the edge of a turn, the text is cut there first.
 
@@ -164,7 +174,7 @@ class ChatEncoder:
             piece_ids, piece_offsets = self.template.tokenize(text[start:stop])
             ids += piece_ids
             offsets += [(a + start, b + start) for a, b in piece_offsets]
-        if not _same_text(self.template.decode(ids), text):
+        if self.template.decode(ids) != text:
             raise RejectedError("inexact mask", "a token reaches over the edge of an assistant turn")
         return ids, offsets
 
@@ -186,17 +196,19 @@ class ChatEncoder:
         spelled = text[min(offsets[first][0], span.start) : span.stop]
         if offsets[last][1] != span.stop or not self._decodes_to(ids, first, last + 1, spelled):
             return False
-        ends = [i for i, (a, b) in enumerate(offsets) if a < b and span.end_start <= a and b <= span.end_stop]
-        for i in [*range(first, last + 1), *(ends if with_end else ())]:
+        ends = [i for i, (a, b) in enumerate(offsets) if span.end_start <= a < b <= span.end_stop] if with_end else []
+        if ends and (offsets[ends[0]][0], offsets[ends[-1]][1]) != (span.end_start, span.end_stop):
+            ends = []  # the end shares a token with what follows, which the target never wrote
+        for i in [*range(first, last + 1), *ends]:
             mask[i] = True
         return True
 
     def _decodes_to(self, ids: Sequence[int], first: int, stop: int, text: str) -> bool:
         """Whether ids[first:stop] spell `text`; some decoders drop a leading space unless a token stands before it."""
-        if _same_text(self.template.decode(ids[first:stop]), text):
+        if self.template.decode(ids[first:stop]) == text:
             return True
         before = self.template.decode(ids[first - 1 : first]) if first else ""
-        return bool(first) and _same_text(self.template.decode(ids[first - 1 : stop]), before + text)
+        return bool(first) and self.template.decode(ids[first - 1 : stop]) == before + text
 
     def _finish(self, ids: list[int], mask: list[bool], *, turns_left_out: int) -> EncodedConversation:
         """Drop what nothing reads, apply the limit, and refuse what gives no label."""
@@ -238,6 +250,8 @@ def _straddled_edges(offsets: Sequence[tuple[int, int]], spans: Sequence[TurnSpa
     return {edge for a, b in offsets if b - a > 1 for edge in range(a + 1, b) if edge in edges}
 
 
-def _same_text(one: str, other: str) -> bool:
-    """Equal up to Unicode composition, which many tokenizers normalise."""
-    return one == other or unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
+def _composed(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with every character in composed form (NFC)."""
+    composed = json.loads(unicodedata.normalize("NFC", json.dumps(list(messages), ensure_ascii=False)))
+    assert isinstance(composed, list)
+    return composed

@@ -58,7 +58,7 @@ def locate_turns(
         place = _fit(template, messages[i], text, *region) if region else None
         places.append(place or _locate(template, messages, tools, text, i))
     last = places[-1]
-    tail = text[last[2] :].strip() if last else ""
+    tail = text[last[2] :].rstrip() if last else ""
     return [_with_terminator(template, text, place, tail) if place else None for place in places]
 
 
