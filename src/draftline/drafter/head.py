@@ -20,7 +20,7 @@ the drafter's forward is launched; `HeadPlan.chunks` waits for that copy alone, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -297,11 +297,25 @@ def _checkpointed_chunks(
     return losses
 
 
+class _WideProduct(torch.autograd.Function):
+    """x W^T in the statistics dtype, with both products in the compute dtype and no gradient for W."""
+
+    @staticmethod
+    def forward(ctx: Any, x_CH: Tensor, weight_VH: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_VH)
+        return product(x_CH, weight_VH.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight_VH,) = ctx.saved_tensors
+        return product(gradients[0].to(weight_VH.dtype), weight_VH).to(weight_VH.dtype), None
+
+
 def _differentiable_logits(x_CH: Tensor, head: FrozenHead) -> Tensor:
     weight_VH = head.weight_VH.detach()
-    raw_CV = (x_CH.to(weight_VH.dtype) @ weight_VH.t()).to(_statistics_dtype(x_CH))
+    raw_CV = _WideProduct.apply(x_CH.to(weight_VH.dtype), weight_VH)
     if head.bias_V is not None:
-        raw_CV = raw_CV + head.bias_V.to(raw_CV.dtype)
+        raw_CV = raw_CV + head.bias_V.detach().to(raw_CV.dtype)
     z_CV = head.multiplier * raw_CV if head.multiplier != 1.0 else raw_CV
     return z_CV if head.softcap is None else head.softcap * torch.tanh(z_CV / head.softcap)
 

@@ -112,12 +112,13 @@ def confidence_penalty(z_NV: Tensor, label_N: Tensor, temperature: float = 1.0) 
 
 
 def label_rank(z_NV: Tensor, label_N: Tensor) -> Tensor:
-    """How many tokens come before the label, per slot (int64): 0 means the draft is right. Ties go to the lower id."""
+    """How many tokens come before the label, per slot (int32): 0 means the draft is right. Ties go to the lower id."""
     with torch.no_grad():
         label_N1 = label_N.unsqueeze(-1)
         z_label_N1 = z_NV.gather(-1, label_N1)
         before_NV = (z_NV == z_label_N1).logical_and_(torch.arange(z_NV.shape[-1], device=z_NV.device) < label_N1)
-        return before_NV.logical_or_(z_NV > z_label_N1).sum(-1)
+        before_NV = before_NV.logical_or_(z_NV > z_label_N1)
+        return before_NV.view(torch.uint8).sum(-1, dtype=torch.int32)  # twice as fast as a sum of bools on a CPU
 
 
 def keep_top_k(t_NV: Tensor, top_k: int | None) -> Tensor:
