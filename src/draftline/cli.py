@@ -123,7 +123,9 @@ def evaluate(
     target: Target,
     prompts: Annotated[list[Path], typer.Option("--prompts", "-p", help="JSONL file of prompts; may be repeated.")],
     drafter: Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")] = None,
-    methods: Annotated[str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ...")] = "plain,lookup,chain",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ...")
+    ] = "plain,lookup,chain",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")] = None,
     device: Device = "auto",
@@ -189,7 +191,9 @@ def watch(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path("demo"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
+        "demo"
+    ),
     short: Annotated[bool, typer.Option("--short", help="A few rows only: shows that everything runs.")] = False,
 ) -> None:
     """The whole job on a real small model and a CPU: regenerate, train, evaluate, export, decode."""
@@ -206,7 +210,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     del version
 

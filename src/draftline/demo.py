@@ -1,7 +1,7 @@
 """`draftline demo`: the whole job on a real small model and a CPU, and a closing table of what came out.
 
-    built-in prompts ─hold out 24─> regenerate (target's own answers) ─> prepare ─> train (2 targets, 2 drafters)
-        ─> evaluate before and after (real decoding on the held-out prompts) ─> export ─> decode with z-lab's `dflash`
+built-in prompts ─hold out 24─> regenerate (target's own answers) ─> prepare ─> train (2 targets, 2 drafters)
+    ─> evaluate before and after (real decoding on the held-out prompts) ─> export ─> decode with z-lab's `dflash`
 """
 
 from __future__ import annotations

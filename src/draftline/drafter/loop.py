@@ -1,11 +1,11 @@
 """DrafterTrainLoop: one thread per drafter device.
 
-    consumes     Row | Sync | Stop from the one shared queue (RowExchange.get)
-    produces     trained weights in its replica; statistics for the monitor
-    waits for    get(): woken by a row, by a full round, by the end; and for the completion of its own earlier step,
-                 which is what frees the row's slot
-    at a Sync    finishes the rows in hand, then meets the others; the last to arrive averages for all
-    ends         at its first Stop
+consumes     Row | Sync | Stop from the one shared queue (RowExchange.get)
+produces     trained weights in its replica; statistics for the monitor
+waits for    get(): woken by a row, by a full round, by the end; and for the completion of its own earlier step,
+             which is what frees the row's slot
+at a Sync    finishes the rows in hand, then meets the others; the last to arrive averages for all
+ends         at its first Stop
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class FailureBudget:
             self.failures.append(f"{worker}: {line}")
             spent = len(self.failures)
         if is_sticky(error):
-            raise RunFailedError(f"{line} (the device is lost for this process; resume the run)", origin=worker) from error
+            raise RunFailedError(
+                f"{line} (the device is lost for this process; resume the run)", origin=worker
+            ) from error
         if spent > self._allowed:
             raise RunFailedError(f"{line} (failure {spent}, {self._allowed} allowed)", origin=worker) from error
 

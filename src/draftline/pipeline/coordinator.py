@@ -1,10 +1,10 @@
 """PipelineCoordinator: owns a run in one process.
 
-    consumes     a RunPlan, and a checkpoint when resumed
-    produces     a trained drafter: checkpoints, an export, and the ledger's closing line
-    starts       one thread per target and drafter, the monitor, the signal watcher
-    waits for    the end of the exchange: CLOSED, STOPPED or FAILED; every worker thread ends by itself
-    on failure   RunFailedError with the worker's name; the checkpoints written so far stay
+consumes     a RunPlan, and a checkpoint when resumed
+produces     a trained drafter: checkpoints, an export, and the ledger's closing line
+starts       one thread per target and drafter, the monitor, the signal watcher
+waits for    the end of the exchange: CLOSED, STOPPED or FAILED; every worker thread ends by itself
+on failure   RunFailedError with the worker's name; the checkpoints written so far stay
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ class PipelineCoordinator:
             meet=lambda meeting: room.hold(meeting, clock),
             log=self._reporter,
             clock=clock,
-            accumulate_rows=0 if self._plan.config.sync.kind == "gradient" else self._plan.config.optimizer.accumulate_rows,
+            accumulate_rows=0
+            if self._plan.config.sync.kind == "gradient"
+            else self._plan.config.optimizer.accumulate_rows,
             prefetch_rows=self._plan.config.pipeline.prefetch_rows,
         )
 

@@ -43,7 +43,9 @@ class RunReporter:
         self._monitor.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._monitor.__exit__(kind, error, trace)
 
     @property
@@ -101,8 +103,8 @@ class RunReporter:
                 supervised_tokens=report.supervised_tokens,
                 numerator=float(stats.numerator),
                 denominator=float(stats.denominator),
-                terms={name: (float(n), float(d)) for name, (n, d) in stats.terms().items()},
-                acceptance_sum=float(stats.acceptance_sum),
+                terms={name: (float(n), float(d)) for name, (n, d) in stats.terms.items()},
+                acceptance_sum=float(stats.acceptance_sum - stats.acceptance_blocks),  # the monitor counts drafts alone
                 acceptance_blocks=float(stats.acceptance_blocks),
                 learning_rate=report.learning_rate,
                 grad_norm=report.gradient_norm,
@@ -118,7 +120,7 @@ class RunReporter:
     def validated(self, stats: StepStats, step: int) -> float | None:
         """Validation rows were scored; returns their acceptance length."""
         blocks, denominator = float(stats.acceptance_blocks), float(stats.denominator)
-        acceptance = 1.0 + float(stats.acceptance_sum) / blocks if blocks else None
+        acceptance = float(stats.acceptance_sum) / blocks if blocks else None
         loss = float(stats.numerator) / denominator if denominator else None
         self._monitor.metrics.record_validation(loss=loss, acceptance=acceptance)
         numbers = {"validation/acceptance": acceptance, "validation/loss": loss}

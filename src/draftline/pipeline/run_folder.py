@@ -1,10 +1,10 @@
 """The output folder of a run: who may write into it, and whether a resumed run is still the same run.
 
-    config.yaml      resolved configuration
-    run.json         fingerprints of data and target, drafter spec
-    events.jsonl, metrics.jsonl, status.json    the monitor's
-    checkpoints/     see checkpoint.py
-    export/          the finished drafter, z-lab format
+config.yaml      resolved configuration
+run.json         fingerprints of data and target, drafter spec
+events.jsonl, metrics.jsonl, status.json    the monitor's
+checkpoints/     see checkpoint.py
+export/          the finished drafter, z-lab format
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _refuse_changes(plan: RunPlan, path: Path, identity: dict[str, str]) -> None
     changed = [f"{field} was {old!r}, is {new!r}" for field, old, new in config_differences(before, plan.config)]
     stored = json.loads((path / "run.json").read_text(encoding="utf-8"))["fingerprints"]
     changed += [
-        f"{what} fingerprint was {stored.get(what)}, is {now}" for what, now in identity.items() if stored.get(what) != now
+        f"{what} fingerprint was {stored.get(what)}, is {now}"
+        for what, now in identity.items()
+        if stored.get(what) != now
     ]
     if changed:
         raise UserError(

@@ -18,6 +18,7 @@ from draftline.errors import UserError
 from draftline.pipeline.core.admission import CoreSettings, check_settings
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
+from draftline.target.size import target_size
 
 _GIB = 2**30
 
@@ -144,12 +145,12 @@ def estimate_memory(plan: RunPlan) -> list[DeviceMemory]:
     """Memory per device. Parameters and states are exact; activations are an estimate (saved tensors of the
     drafter's layers in the compute dtype, logits of one chunk in fp32 and the compute dtype)."""
     pipeline = plan.config.pipeline
-    target_bytes, head_bytes = _target_bytes(plan)
+    size = target_size(plan.config.target)
     drafter_parameters = _drafter_parameters(plan.spec)
     devices: dict[str, dict[str, int]] = {}
     for device in pipeline.target_devices:
         parts = devices.setdefault(device, {})
-        parts["target weights"] = target_bytes[dtype_bytes(compute_dtype(plan.config.target.dtype, device))]
+        parts["target weights"] = size.parameters * dtype_bytes(compute_dtype(plan.config.target.dtype, device))
     largest_row = max(plan.row_bytes)
     for device in set(pipeline.target_devices):
         share = pipeline.target_devices.count(device) / len(pipeline.target_devices)
@@ -158,20 +159,12 @@ def estimate_memory(plan: RunPlan) -> list[DeviceMemory]:
         parts = devices.setdefault(device, {})
         on_gpu = device != "cpu"
         if "target weights" not in parts:
-            parts["embedding and head"] = head_bytes * (2 if on_gpu else 4)
-        per_parameter = 4 + 8 + 4 + (4 if on_gpu else 4)
+            parts["embedding and head"] = size.borrowed * (2 if on_gpu else 4)
+        # masters, two moments and the gradient sum in fp32; on a GPU also a bf16 copy and its gradient
+        per_parameter = 4 + 8 + 4 + 4
         parts["drafter state"] = parts.get("drafter state", 0) + drafter_parameters * per_parameter
         parts["activations"] = parts.get("activations", 0) + _activation_bytes(plan, 2 if on_gpu else 4)
     return [DeviceMemory(name, parts) for name, parts in devices.items()]
-
-
-def _target_bytes(plan: RunPlan) -> tuple[dict[int, int], int]:
-    """Weights of the target by element size, and the number of elements of its embedding and head."""
-    from draftline.target.facts import count_parameters
-
-    parameters = count_parameters(plan.config.target)
-    embedding = plan.facts.vocab_size * plan.facts.hidden_size
-    return {2: parameters * 2, 4: parameters * 4}, embedding * (1 if plan.facts.tied_embeddings else 2)
 
 
 def _drafter_parameters(spec: DrafterSpec) -> int:

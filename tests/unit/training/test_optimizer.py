@@ -1,4 +1,4 @@
-"""Promises of the optimizer: exact scaling by the global denominator, and steps that change nothing when they must not."""
+"""Promises of the optimizer: exact scaling by the global denominator; steps that must change nothing do not."""
 
 from __future__ import annotations
 

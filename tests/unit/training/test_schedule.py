@@ -37,7 +37,9 @@ def test_wsd_that_does_not_fit_is_refused_before_the_run():
 
 
 def test_a_schedule_that_never_leaves_zero_is_refused():
-    schedule = ScheduleConfig.model_construct(kind="constant", warmup_fraction=1e12, decay_fraction=0.2, final_factor=0.0)
+    schedule = ScheduleConfig.model_construct(
+        kind="constant", warmup_fraction=1e12, decay_fraction=0.2, final_factor=0.0
+    )
     config = OptimizerConfig().model_copy(update={"schedule": schedule, "learning_rate": 1e-320})
     with pytest.raises(UserError, match="learning rate"):
         LearningRate(config, 3)

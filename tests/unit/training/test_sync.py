@@ -22,7 +22,9 @@ def replicas(n: int, **config: object) -> tuple[list[nn.Linear], list[Replica]]:
     return modules, [Replica(i, MasterOptimizer(m, settings)) for i, m in enumerate(modules)]
 
 
-def train(module: nn.Linear, replica: Replica, gradient: torch.Tensor, *, denominator: float = 1.0, step: bool = True) -> None:
+def train(
+    module: nn.Linear, replica: Replica, gradient: torch.Tensor, *, denominator: float = 1.0, step: bool = True
+) -> None:
     module.weight.grad = gradient.clone()
     replica.optimizer.absorb(torch.tensor(denominator))
     if step:
@@ -55,7 +57,7 @@ def test_moments_are_kept_averaged_or_reset(moments):
     for i, (module, replica) in enumerate(zip(modules, reps, strict=True)):
         train(module, replica, torch.full((2, 3), float(i + 1)))
         replica.supervised_tokens = 5
-    before = [dict((k, v.clone()) for k, v in r.optimizer.moments()) for r in reps]
+    before = [{k: v.clone() for k, v in r.optimizer.moments()} for r in reps]
     Synchronizer(AverageSync(moments=moments)).run(reps, 0.0)
     after = [dict(r.optimizer.moments()) for r in reps]
     key = "weight.exp_avg"
