@@ -5,6 +5,8 @@ Nothing here imports torch at module level, so that `plan` and `--dry-run` stay 
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +128,10 @@ def load_hf_config(config: TargetConfig) -> Any:
         UserError: it cannot be read, its family is unknown, or it is not a causal language model.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     source = model_source(config)
     try:
-        hf_config = AutoConfig.from_pretrained(source.name, **source.kwargs())
+        hf_config = _read_hf_config(source)
     except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"cannot read the model's configuration: {first_line(error)}",
@@ -139,6 +140,23 @@ def load_hf_config(config: TargetConfig) -> Any:
         ) from error
     _require_causal_lm(hf_config, config)
     return hf_config
+
+
+def _read_hf_config(source: ModelSource) -> Any:
+    from transformers import AutoConfig
+
+    if source.gguf_file is None:
+        return AutoConfig.from_pretrained(source.name, **source.kwargs())
+    stat = (Path(source.name) / source.gguf_file).stat()
+    return copy.deepcopy(_read_gguf_config(source, stat.st_size, stat.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=4)
+def _read_gguf_config(source: ModelSource, _size_bytes: int, _mtime_ns: int) -> Any:
+    """Kept, because transformers parses the file's whole vocabulary for it: seconds each time."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source.name, **source.kwargs())
 
 
 def target_facts(config: TargetConfig) -> TargetFacts:

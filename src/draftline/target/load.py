@@ -106,15 +106,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    source = model_source(config)
+    source, where = model_source(config), f"target.model {config.model}"
+    mend = "give a model with a tokenizer"
     try:
-        return AutoTokenizer.from_pretrained(source.name, **source.kwargs())
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.kwargs())
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(
-            f"cannot read the tokenizer: {first_line(error)}",
-            where=f"target.model {config.model}",
-            mend="give a model with a tokenizer",
-        ) from error
+        raise UserError(f"cannot read the tokenizer: {first_line(error)}", where=where, mend=mend) from error
+    if not tokenizer("a")["input_ids"]:  # transformers makes up an empty one where the files are missing
+        raise UserError("there is no tokenizer with the model", where=where, mend=mend)
+    return tokenizer
 
 
 def load_target(
@@ -144,9 +144,14 @@ def load_target(
 
 
 def wrap_model(
-    model: Any, *, config: TargetConfig, facts: TargetFacts, stop_token_ids: frozenset[int] = frozenset()
+    model: Any,
+    *,
+    config: TargetConfig,
+    facts: TargetFacts,
+    stop_token_ids: frozenset[int] = frozenset(),
+    known_fingerprint: str | None = None,
 ) -> LoadedTarget:
-    """Describe a causal LM that is already in memory as a LoadedTarget (also used by tests).
+    """Describe a frozen causal LM that is already in memory as a LoadedTarget.
 
     Raises:
         UserError: no decoder layers or no linear head can be found in it.
@@ -167,7 +172,7 @@ def wrap_model(
         embedding=FrozenEmbedding(weight_VH, _embedding_scale(embedding, facts)),
         head=_frozen_head(model, facts),
         stop_token_ids=stop_token_ids,
-        fingerprint=fingerprint(model, facts),
+        fingerprint=known_fingerprint or fingerprint(model, facts),
     )
 
 
@@ -225,6 +230,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
     try:
         model, info = auto_class.from_pretrained(
             source.name,
+            config=hf_config,
             dtype=dtype,
             attn_implementation=resolve_attention(config, device, dtype),
             output_loading_info=True,
@@ -262,8 +268,13 @@ def _copy_to(source: LoadedTarget, device: torch.device) -> LoadedTarget:
         id(t): nn.Parameter(moved[id(t)], requires_grad=False) if isinstance(t, nn.Parameter) else moved[id(t)]
         for t in tensors
     }
-    model = copy.deepcopy(source.model, memo)
-    return wrap_model(model, config=source.config, facts=source.facts, stop_token_ids=source.stop_token_ids)
+    return wrap_model(
+        copy.deepcopy(source.model, memo),
+        config=source.config,
+        facts=source.facts,
+        stop_token_ids=source.stop_token_ids,
+        known_fingerprint=source.fingerprint,
+    )
 
 
 def _find_layers(model: Any, facts: TargetFacts) -> tuple[Any, str]:
