@@ -89,8 +89,8 @@ class SelfTestReport:
         worst = max(self.tap_errors.values())
         return (
             f"target self-test on {self.device} ({self.dtype}, {self.attention}, {self.layout}): "
-            f"head {self.head_error:.1e}, top-1 {self.head_top1:.0%}, final {self.final_error:.1e}, taps {worst:.1e}, isolation "
-            f"{self.isolation_error:.1e}, {self.layout} against alone {self.layout_error:.1e}"
+            f"head {self.head_error:.1e}, top-1 {self.head_top1:.0%}, final {self.final_error:.1e}, taps {worst:.1e}, "
+            f"isolation {self.isolation_error:.1e}, {self.layout} against alone {self.layout_error:.1e}"
         )
 
 
