@@ -7,7 +7,6 @@ which that fails is left unsupervised, a conversation without any turn left is r
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +150,7 @@ class ChatEncoder:
             raise RejectedError("template refused", str(error)) from None
 
     def _rendered(self, messages: list[Message], tools: Tools) -> tuple[list[Message], str]:
-        """Messages and their text, composed (NFC) where the tokenizer composes anyway: its offsets then fit the text."""
+        """Messages and text, composed (NFC) where the tokenizer composes anyway: its offsets fit only then."""
         text = self._render(messages, tools)
         if unicodedata.is_normalized("NFC", text):
             return messages, text
@@ -250,8 +249,10 @@ def _straddled_edges(offsets: Sequence[tuple[int, int]], spans: Sequence[TurnSpa
     return {edge for a, b in offsets if b - a > 1 for edge in range(a + 1, b) if edge in edges}
 
 
-def _composed(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with every character in composed form (NFC)."""
-    composed = json.loads(unicodedata.normalize("NFC", json.dumps(list(messages), ensure_ascii=False)))
-    assert isinstance(composed, list)
-    return composed
+def _composed(value: Any) -> Any:
+    """The same messages with every text in composed form (NFC)."""
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value)
+    if isinstance(value, Mapping):
+        return {key: _composed(item) for key, item in value.items()}
+    return [_composed(item) for item in value] if isinstance(value, list) else value

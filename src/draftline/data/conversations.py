@@ -102,7 +102,7 @@ class IdRegistry:
 
 
 def read_conversations(sources: Sequence[str], tally: Tally) -> Iterator[Conversation]:
-    """Stream the usable rows of all sources, in order; memory holds one row and 16 bytes an id.
+    """Stream the usable rows of all sources, in order; memory holds one row, and about 100 bytes for each id.
 
     Bad rows go to `tally`, which refuses or counts them.
 

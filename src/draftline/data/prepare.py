@@ -2,8 +2,8 @@
 
     sources ─> rows, checked ─> identical ones dropped ─> ids + mask, proven ─> train or validation shards ─> manifest
 
-One conversation is held at a time, and 16 bytes for each one seen. A conversation is in the training part or in the
-validation part as a whole, and so are conversations that open with the same words.
+One conversation is held at a time, and about 200 bytes for each one seen. A conversation is in the training or in the
+validation part as a whole, and so are all conversations that open with the same words.
 """
 
 from __future__ import annotations

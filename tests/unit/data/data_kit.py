@@ -28,6 +28,7 @@ SPECIALS = (
     "<start_of_turn>",
     "<end_of_turn>",
 )
+STOPS = range(100, 140)  # further stop tokens of the tiny target
 CORPUS = (
     "the quick brown fox jumps over the lazy dog and says hello there to everyone",
     "user\nassistant\nsystem\n\n\n answer one two three think no yes maybe analysis final tool call name arguments",
