@@ -132,6 +132,8 @@ def load_target(
         UserError: the model cannot be read, lacks weights, does not fit, or has no usable head or layers.
     """
     wanted = torch.device(device)
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
     dtype = resolve_dtype(config, wanted)
     if share_with is not None and share_with.config == config and share_with.dtype == dtype:
         return share_with if share_with.device == wanted else _copy_to(share_with, wanted)

@@ -1,0 +1,257 @@
+"""`draftline doctor`: checks of this machine, its devices and the data; each finding that is not ok says its mend.
+
+A check is a function `(DoctorContext) -> Iterable[Finding]`. A room adds one by putting it into CHECKS. A check that
+has nothing to look at (no data named) yields nothing; one that raises a UserError becomes a failed finding.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftline.config.schema import TargetConfig
+from draftline.devices import available_devices, device_memory_bytes, resolve_devices
+from draftline.errors import UserError
+
+Level = Literal["ok", "warn", "fail"]
+
+# Releases that draftline is tested with: lowest allowed, first not allowed.
+SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
+    "python": ((3, 11), None),
+    "torch": ((2, 11), None),
+    "transformers": ((5, 17), (5, 20)),
+}
+_LITTLE_HOST_BYTES = 4 << 30
+_LITTLE_DEVICE_BYTES = 4 << 30
+_BUSY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorContext:
+    """What is to be checked. `target` and `data` may be left out."""
+
+    target: TargetConfig | None = None
+    data: Path | None = None
+    devices: tuple[str, ...] = ("auto",)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: how it is, and what to do about it if it is not ok."""
+
+    level: Level
+    what: str
+    mend: str = ""
+
+
+Check = Callable[[DoctorContext], Iterable[Finding]]
+
+
+def run_doctor(context: DoctorContext, checks: Sequence[tuple[str, Check]] | None = None) -> list[Finding]:
+    """All findings of all checks, in order. A UserError in a check is a failed finding, not an end."""
+    findings: list[Finding] = []
+    for name, check in CHECKS if checks is None else checks:
+        try:
+            findings += check(context)
+        except UserError as error:
+            what = f"{error.where}: {error.what}" if error.where else error.what
+            findings.append(Finding("fail", f"{name}: {what}", error.mend or "see the message"))
+    return findings
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 if anything failed, else 0."""
+    return 1 if any(f.level == "fail" for f in findings) else 0
+
+
+def render(findings: Sequence[Finding], *, table: bool | None = None) -> None:
+    """Print the findings: a table on a terminal, plain lines elsewhere (`table` decides where given)."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    if console.is_terminal if table is None else table:
+        console.print(_table(findings))
+    else:
+        for line in plain_lines(findings):
+            console.print(line, markup=False, highlight=False)
+
+
+def plain_lines(findings: Sequence[Finding]) -> list[str]:
+    """One line a finding, one more for its mend, and a closing count."""
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{finding.level:4}  {finding.what}")
+        if finding.level != "ok":
+            lines.append(f"      mend: {finding.mend}")
+    counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
+    return [*lines, f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed"]
+
+
+def doctor_command(*, target: str | None, data: Path | None, devices: Sequence[str]) -> int:
+    """Check, print, and give the process's exit code."""
+    config = None if target is None else TargetConfig(model=target)
+    findings = run_doctor(DoctorContext(config, data, tuple(devices)))
+    render(findings)
+    return exit_code(findings)
+
+
+def check_environment(context: DoctorContext) -> Iterator[Finding]:
+    """Releases of what everything stands on, optional readers, cores and host memory."""
+    for name in SUPPORTED:
+        yield _release(name)
+    wants_gguf = context.target is not None and context.target.model.lower().endswith(".gguf")
+    yield _gguf_reader(needed=wants_gguf)
+    yield Finding("ok", f"{os.cpu_count()} CPU cores")
+    free, total = device_memory_bytes("cpu")
+    what = f"host memory: {_gib(free)} of {_gib(total)} free"
+    if free < _LITTLE_HOST_BYTES:
+        yield Finding("warn", what, "close other programs, or use a smaller target")
+    else:
+        yield Finding("ok", what)
+
+
+def check_devices(context: DoctorContext) -> Iterator[Finding]:
+    """Each named device exists and has memory left."""
+    for name in dict.fromkeys(resolve_devices(context.devices)):
+        if name == "cpu":
+            yield _cpu_device()
+            continue
+        free, total = device_memory_bytes(name)
+        what = f"device {name} ({_cuda_name(name)}): {_gib(free)} of {_gib(total)} free"
+        if free < max(_LITTLE_DEVICE_BYTES, _BUSY_SHARE * total):
+            yield Finding("warn", what, "another process uses it: free it, or name other devices")
+        else:
+            yield Finding("ok", what)
+
+
+def check_data(context: DoctorContext) -> Iterator[Finding]:
+    """The prepared folder opens whole, is worth training on, and was made with the target's tokenizer."""
+    if context.data is None:
+        return
+    from draftline.data.shards import TokenDataset
+
+    manifest = TokenDataset.open(context.data).manifest
+    yield Finding(
+        "ok", f"data {context.data}: {manifest.n_samples} samples, {manifest.n_tokens} tokens, all hashes right"
+    )
+    yield _supervised(manifest.n_supervised / manifest.n_tokens)
+    yield _cut(manifest.n_answer_cut / manifest.n_samples, manifest.max_tokens)
+    if context.target is not None:
+        yield _same_tokenizer(context.target, context.data)
+
+
+def check_target(context: DoctorContext) -> Iterator[Finding]:
+    """The target's configuration can be read, and its weights would fit on the named devices."""
+    if context.target is None:
+        return
+    from draftline.target.facts import target_facts
+
+    facts = target_facts(context.target)
+    kind = "with recurrent layers" if facts.has_recurrent_layers else "attention only"
+    yield Finding(
+        "ok",
+        f"target {context.target.model}: {facts.model_type}, {facts.num_layers} layers ({kind}), hidden size "
+        f"{facts.hidden_size}, vocabulary {facts.vocab_size}",
+    )
+    if facts.num_layers < 4:
+        yield Finding("warn", f"{facts.num_layers} layers are few to tap", "name the taps yourself (drafter.taps)")
+
+
+def _release(name: str) -> Finding:
+    lowest, too_new = SUPPORTED[name]
+    version = platform.python_version() if name == "python" else _installed(name)
+    wanted = f"{_dotted(lowest)} or newer" if too_new is None else f"{_dotted(lowest)} up to below {_dotted(too_new)}"
+    if version is None:
+        return Finding("fail", f"{name} is not installed", f"install {name} {wanted}")
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if number < lowest or (too_new is not None and number >= too_new):
+        return Finding("fail", f"{name} {version} is not supported", f"install {name} {wanted}")
+    return Finding("ok", f"{name} {version}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gguf_reader(*, needed: bool) -> Finding:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return Finding("ok", ".gguf targets can be read")
+    return Finding(
+        "fail" if needed else "warn",
+        f".gguf targets cannot be read: {' and '.join(missing)} missing",
+        "pip install 'draftline[gguf]'",
+    )
+
+
+def _cpu_device() -> Finding:
+    gpus = [name for name in available_devices() if name != "cpu"]
+    if gpus:
+        return Finding("warn", "device cpu is named although there are GPUs", f"use {', '.join(gpus)}")
+    return Finding("ok", "device cpu (no CUDA device here)")
+
+
+def _cuda_name(device: str) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def _supervised(share: float) -> Finding:
+    what = f"{share:.0%} of the tokens are supervised"
+    if share < 0.05:
+        return Finding("warn", what, "most of each row is prompt: shorten prompts or regenerate longer answers")
+    return Finding("ok", what)
+
+
+def _cut(share: float, max_tokens: int) -> Finding:
+    what = f"{share:.0%} of the answers were cut by a length limit (samples of up to {max_tokens} tokens)"
+    if share > 0.5:
+        return Finding("warn", what, "raise --max-new-tokens of regenerate or --max-tokens of prepare")
+    return Finding("ok", what)
+
+
+def _same_tokenizer(target: TargetConfig, data: Path) -> Finding:
+    from draftline.data.manifest import read_manifest, require_tokenizer
+    from draftline.data.template import tokenizer_fingerprint
+    from draftline.target.load import load_tokenizer
+
+    require_tokenizer(read_manifest(data), tokenizer_fingerprint(load_tokenizer(target)), where=str(data))
+    return Finding("ok", "the data was prepared with this target's tokenizer")
+
+
+def _table(findings: Sequence[Finding]) -> object:
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table("", "finding", "mend", title="draftline doctor")
+    for finding in findings:
+        mend = "" if finding.level == "ok" else finding.mend
+        table.add_row(Text(finding.level, style=colours[finding.level]), Text(finding.what), Text(mend))
+    return table
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB"
+
+
+def _dotted(number: tuple[int, ...]) -> str:
+    return ".".join(map(str, number))
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("environment", check_environment),
+    ("devices", check_devices),
+    ("target", check_target),
+    ("data", check_data),
+)
