@@ -26,6 +26,8 @@ from draftline.pipeline.core.simworld import BrokenPromiseError, Case, Fault, Wo
 MakeWorld = Callable[[Case], World]
 BROKEN = (BrokenPromiseError, ProtocolError)
 FAULT_CODE = 1000
+PATIENCE = 6  # steps that a fault waits for its chance (a row in hand, for example)
+MOST_STEPS = 400  # several times what the largest case needs: whoever runs longer goes round in circles
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Explored:
     ends: dict[str, int]
 
 
+def no_way_on(where: list[At], n_steps: int) -> str:
+    names = ", ".join(at.name.lower() for at in where)
+    return f"{'livelock' if n_steps > MOST_STEPS else 'deadlock'} after {n_steps} steps, workers at {names}"
+
+
 # ---- random schedules
 
 
@@ -70,11 +77,13 @@ def draw_case(rng: random.Random) -> Case:
 
 def draw_faults(rng: random.Random, case: Case) -> list[tuple[int, Fault, int]]:
     """Faults as (step, kind, worker), the first one last; half of all schedules have none."""
-    faults = []
+    faults: list[tuple[int, Fault, int]] = []
     for _ in range(max(0, int(rng.random() * 6) - 2)):
         fault = Fault(min(int(rng.random() * 9), Fault.STOP if rng.random() < 0.8 else Fault.FAIL))
         n_workers = case.n_targets if fault <= Fault.TARGET_BLAMES else case.n_drafters
-        faults.append((int(rng.random() * (4 + 5 * case.n_rows)), fault, int(rng.random() * n_workers)))
+        blames = fault in (Fault.TARGET_BLAMES, Fault.DRAFTER_BLAMES)  # it takes two to set a row aside
+        step, index = int(rng.random() * (4 + 5 * case.n_rows)), int(rng.random() * n_workers)
+        faults += [(step, fault, index)] * (2 if blames else 1)
     return sorted(faults, reverse=True)
 
 
@@ -107,8 +116,8 @@ class RandomRun:
                 active = [code for code in active if workers[code].at is not At.OVER]
                 ready = active.copy()
                 continue
-            if not ready:
-                raise BrokenPromiseError(f"deadlock: {[workers[code].at.name for code in active]}")
+            if not ready or len(trace) > MOST_STEPS:
+                raise BrokenPromiseError(no_way_on([workers[code].at for code in active], len(trace)))
             drawn = draw()
             at = 0 if drawn < favour else int(draw() * len(ready))
             code = ready[at]
@@ -125,11 +134,15 @@ class RandomRun:
         return world.check_end()
 
     def _fault(self) -> int:
-        """Apply the next fault, if it can happen now; returns the step of the one after it."""
-        _, fault, index = self.faults.pop()
+        """Apply the next fault, or try again a step later; returns the step at which to come back."""
+        step, fault, index = self.faults[-1]
+        now = len(self.trace)
         if self.world.apply(fault, index):
             self.trace.append(FAULT_CODE + fault * 8 + index)
             self.world.check()
+        elif now < step + PATIENCE:
+            return now + 1
+        self.faults.pop()
         return self.faults[-1][0] if self.faults else sys.maxsize
 
 
@@ -186,23 +199,22 @@ class Explorer:
         """
         self.paths.clear()
         self.ends.clear()
-        schedules = self._visit(self.make_world(case), n_faults)
+        schedules = self._visit(self.make_world(case), n_faults, 0)
         return Explored(len(self.paths), schedules, dict(self.ends))
 
-    def _visit(self, world: World, n_faults: int) -> int:
+    def _visit(self, world: World, n_faults: int, depth: int) -> int:
         key = (n_faults, fingerprint(world))
         if (known := self.paths.get(key)) is not None:
             return known
         world.check()
         moves = list(self._moves(world))
-        if not moves:
-            active = world.active()
-            if active:
-                raise BrokenPromiseError(f"deadlock: {[world.workers[code].at.name for code in active]}")
+        if not moves or depth > MOST_STEPS:
+            if active := world.active():
+                raise BrokenPromiseError(no_way_on([world.workers[code].at for code in active], depth))
             self.ends[world.check_end().value] += 1
         faults = self._faults(world) if n_faults else ()
-        paths = sum(self._visit(after, n_faults) for after in moves)
-        paths += sum(self._visit(after, n_faults - 1) for after in faults)
+        paths = sum(self._visit(after, n_faults, depth + 1) for after in moves)
+        paths += sum(self._visit(after, n_faults - 1, depth + 1) for after in faults)
         self.paths[key] = max(paths, 1)
         return self.paths[key]
 
