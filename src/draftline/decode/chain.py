@@ -21,6 +21,7 @@ from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
+    from draftline.config.drafter_spec import DrafterSpec
     from draftline.drafter.model import Drafter, DrafterCache
     from draftline.target.load import LoadedTarget
 
@@ -63,6 +64,10 @@ class BoundDrafter:
     @property
     def taps(self) -> tuple[int, ...]:
         return self._spec.taps
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return self._spec
 
     @property
     def mask_token_id(self) -> int:

@@ -1,0 +1,80 @@
+"""Measures what a round costs with trees of several sizes, for the adaptive budget."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from draftline.decode.budget import CostCurve
+from draftline.decode.chain import DraftModel
+from draftline.decode.generation import device_clock
+from draftline.decode.linear import RoundContext
+from draftline.decode.target_session import TargetSession
+from draftline.decode.tree import build_tree, top_marginals
+from draftline.decode.tree_generate import tree_inputs
+
+if TYPE_CHECKING:
+    from draftline.target.load import LoadedTarget
+
+# Sizes of trees on each kind of device: a CPU is bound by arithmetic long before a GPU is.
+CPU_BUDGETS = (0, 1, 3, 7, 15, 31, 63)
+GPU_BUDGETS = (0, 1, 7, 15, 31, 63, 127, 255, 511)
+
+
+@torch.inference_mode()
+def measure_cost_curve(
+    target: LoadedTarget,
+    drafter: DraftModel,
+    prompt_ids: Sequence[int],
+    *,
+    budgets: Sequence[int] | None = None,
+    repeats: int = 3,
+) -> CostCurve:
+    """Times drafting and verification behind `prompt_ids`.
+
+    Args:
+        prompt_ids: a text of typical length: the cost depends on it.
+        budgets: drafts of the trees to time, rising from 0; None takes the device's default.
+        repeats: the median of so many timings counts, after one that does not.
+    """
+    if budgets is None:
+        budgets = CPU_BUDGETS if target.device.type == "cpu" else GPU_BUDGETS
+    clock, session = device_clock(target.device), TargetSession(target, drafter.taps)
+    session.refuse_tree()
+    _, taps_SF = session.prefill(prompt_ids)
+    drafter.start()
+    tokens, slots = [*prompt_ids, prompt_ids[-1]], drafter.block_size
+    logits_DV = drafter.block_logits(RoundContext(tokens, taps_SF, slots))
+    no_taps_SF = None if taps_SF is None else taps_SF[:0]
+
+    def draft() -> None:
+        top_marginals(drafter.block_logits(RoundContext(tokens, no_taps_SF, slots)), budgets[-1])
+
+    # Near-uniform marginals fill any budget; what the tokens are does not matter to the time.
+    marginals = top_marginals(logits_DV * 1e-3, budgets[-1])
+    measured = []
+    for nodes in budgets:
+        tree = build_tree(marginals, nodes)
+        ids_N, layout = tree_inputs(tree, tokens[-1], target.device)
+
+        def verify(ids_N: torch.Tensor = ids_N, layout=layout) -> None:  # type: ignore[no-untyped-def]
+            logits_NV, _ = session.extend(ids_N, layout)
+            logits_NV.argmax(dim=-1).tolist()
+            session.commit(0)
+
+        measured.append((nodes, _median_s(verify, clock, repeats)))
+        if len(tree) < nodes:
+            break
+    return CostCurve.fit(_median_s(draft, clock, repeats), measured)
+
+
+def _median_s(action: Callable[[], None], clock: Callable[[], float], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        started = clock()
+        action()
+        times.append(clock() - started)
+    return statistics.median(times[1:])

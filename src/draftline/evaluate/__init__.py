@@ -1,0 +1,1 @@
+"""Evaluation by real decoding: acceptance length, speed, and equality with the target's own output."""

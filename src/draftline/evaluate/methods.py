@@ -1,0 +1,52 @@
+"""Names of decoding methods: plain, lookup, chain, tree@N, adaptive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftline.errors import UserError
+
+NAMES = "plain, lookup, chain, tree@N, adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to decode. `budget` is set for a fixed tree only."""
+
+    name: str
+    budget: int | None = None
+
+    @property
+    def needs_drafter(self) -> bool:
+        return self.name not in ("plain", "lookup")
+
+    @property
+    def is_tree(self) -> bool:
+        return self.budget is not None or self.name == "adaptive"
+
+
+def parse_methods(names: Sequence[str]) -> list[Method]:
+    """Methods in the order given.
+
+    Raises:
+        UserError: none, an unknown one, a repeated one, or a tree budget below 1.
+    """
+    if not names:
+        raise UserError("no method was given", where="methods", mend=f"choose from {NAMES}")
+    methods = [_parse(name.strip()) for name in names]
+    repeated = {method.name for method in methods if methods.count(method) > 1}
+    if repeated:
+        raise UserError(f"{', '.join(sorted(repeated))} is named twice", where="methods", mend="name each once")
+    return methods
+
+
+def _parse(name: str) -> Method:
+    if name in ("plain", "lookup", "chain", "adaptive"):
+        return Method(name)
+    kind, _, number = name.partition("@")
+    if kind != "tree" or not number.isdigit():
+        raise UserError(f"{name!r} is not a method", where="methods", mend=f"choose from {NAMES}")
+    if int(number) < 1:
+        raise UserError("a tree budget of 0 drafts nothing", where=f"method {name}", mend="give at least 1")
+    return Method(name, int(number))

@@ -1,0 +1,163 @@
+"""What an evaluation found, as plain data: JSON to a file, a table to the terminal.
+
+Everywhere: acceptance length tau = tokens committed per target forward after the prefill, the target's own token
+counted, pooled over rounds. Intervals are 95 % bootstrap intervals by prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from draftline.decode.generation import TAU_DEFINITION
+
+SCHEMA_VERSION = 1
+ALL_SETS = "all"
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PromptResult(_Data):
+    """One prompt under one method. `tokens` were committed in `rounds`; the prefill's token is not among them."""
+
+    prompt_id: str
+    prompt_set: str
+    prompt_tokens: int
+    output_tokens: int
+    tokens: int
+    rounds: int
+    prefill_s: float
+    decode_s: float
+
+
+class GroupResult(_Data):
+    """Prompts that share a category, a language or a range of lengths."""
+
+    kind: Literal["category", "language", "prompt length"]
+    name: str
+    n_prompts: int
+    acceptance_length: float | None
+    interval: tuple[float, float] | None
+
+
+class Divergence(_Data):
+    """First token at which an output leaves the target's own plain output."""
+
+    prompt_id: str
+    position: int
+    plain_token: int | None
+    token: int | None
+    gap: float = Field(description="Lead of the target's best logit over its second best there, in plain decoding.")
+    tolerance: float
+
+
+class Equality(_Data):
+    """Outputs against the target's own plain greedy output.
+
+    A difference counts as a divergence only where the target's two best logits are further apart than the tolerance of
+    the arithmetic (1e-4 in fp32; in 16 bits two units in the last place of the best logit); others are near-ties.
+    """
+
+    equal: int
+    near_ties: list[Divergence]
+    divergences: list[Divergence]
+
+
+class MethodResult(_Data):
+    """One method on one prompt set (or on all of them).
+
+    Attributes:
+        replayed: tree rounds counted along the target's own output, not decoded (no time, no equality).
+        acceptance_length: tau; None if every output ended with the prefill's token.
+        acceptance_length_unclipped: tau without rounds that a length limit or stop token cut.
+        target_forwards: verifying forwards, one a round. replay_forwards: those that repaired recurrent state.
+        drafted_by_position, accepted_by_position: index 0 is slot 1 of the block (depth 1 of a tree).
+        full_block_share: share of unclipped rounds in which every slot was accepted.
+        mean_tree_nodes: drafts verified a round, the root not counted.
+        tokens_per_s: output tokens by decoding seconds, prefill left out. speedup: against plain in the same run.
+    """
+
+    prompt_set: str
+    method: str
+    drafter: str | None
+    replayed: bool
+    n_prompts: int
+    output_tokens: int
+    acceptance_length: float | None
+    interval: tuple[float, float] | None
+    acceptance_length_unclipped: float | None
+    target_forwards: int
+    replay_forwards: int
+    forwards_per_token: float | None
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    full_block_share: float | None
+    mean_tree_nodes: float | None
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float | None
+    speedup: float | None
+    equality: Equality | None
+    groups: list[GroupResult]
+    prompts: list[PromptResult]
+
+
+class Comparison(_Data):
+    """Drafter B against drafter A with one method, paired by prompt; `difference` is B minus A in tau."""
+
+    method: str
+    a: str
+    b: str
+    difference: float
+    interval: tuple[float, float]
+    verdict: str
+    n_prompts: int
+    prompts_needed: int | None
+
+
+class EvalReport(_Data):
+    """Results, and all that must be known to repeat them."""
+
+    schema_version: int = SCHEMA_VERSION
+    definition: str = TAU_DEFINITION
+    target: dict[str, Any]
+    drafters: dict[str, dict[str, Any]]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    results: list[MethodResult]
+    comparisons: list[Comparison]
+    warnings: list[str]
+
+    def find(self, method: str, drafter: str | None = None, prompt_set: str = ALL_SETS) -> MethodResult:
+        """The result of one method, one drafter and one prompt set ("all": over all sets).
+
+        Raises:
+            KeyError: there is none.
+        """
+        for result in self.results:
+            if (result.method, result.drafter, result.prompt_set) == (method, drafter, prompt_set):
+                return result
+        raise KeyError((method, drafter, prompt_set))
+
+    @property
+    def divergences(self) -> int:
+        """Outputs that left the target's own, near-ties not counted, over all methods (each prompt set once)."""
+        return sum(
+            len(r.equality.divergences) for r in self.results if r.equality is not None and r.prompt_set == ALL_SETS
+        )
+
+    def write(self, path: Path) -> None:
+        """JSON file; folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+
+    def print(self) -> None:
+        """Table on the terminal."""
+        from draftline.evaluate.table import print_report
+
+        print_report(self)

@@ -1,0 +1,198 @@
+"""From single generations to results: pooling, groups, equality with plain decoding. No model, no clock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from draftline.decode.generation import Generation
+from draftline.evaluate.prompts import EvalPrompt
+from draftline.evaluate.report import ALL_SETS, Divergence, Equality, GroupResult, MethodResult, PromptResult
+from draftline.evaluate.stats import PromptCounts, interval, pooled
+
+LENGTH_EDGES = (64, 256, 1024, 4096)
+NEAR_TIE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt's generation, and the plain one it is measured against (None if not decoded)."""
+
+    prompt_set: str
+    prompt: EvalPrompt
+    generation: Generation
+    plain: Generation | None
+
+    @property
+    def counts(self) -> PromptCounts:
+        return PromptCounts(sum(self.generation.acceptance_lengths), len(self.generation.acceptance_lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a result is about. `near_tie_eps` is the target dtype's machine epsilon."""
+
+    method: str
+    drafter: str | None
+    replayed: bool
+    near_tie_eps: float
+    seed: int
+
+
+def summarise(case: Case, samples: Sequence[Sample], prompt_set: str = ALL_SETS) -> MethodResult:
+    """One result over the samples of `prompt_set`, or over all of them."""
+    chosen = [s for s in samples if prompt_set in (ALL_SETS, s.prompt_set)]
+    runs, counts = [s.generation for s in chosen], [s.counts for s in chosen]
+    decode_s = sum(g.decode_s for g in runs)
+    forwards, committed = sum(g.target_forwards for g in runs), sum(c.tokens for c in counts)
+    return MethodResult(
+        prompt_set=prompt_set,
+        method=case.method,
+        drafter=case.drafter,
+        replayed=case.replayed,
+        n_prompts=len(chosen),
+        output_tokens=sum(len(g.output_ids) for g in runs),
+        acceptance_length=pooled(counts),
+        interval=interval(counts, case.seed),
+        acceptance_length_unclipped=pooled([_unclipped(g) for g in runs]),
+        target_forwards=forwards,
+        replay_forwards=sum(g.replay_forwards for g in runs),
+        forwards_per_token=forwards / committed if committed else None,
+        drafted_by_position=_sum_columns([g.drafted_by_position for g in runs]),
+        accepted_by_position=_sum_columns([g.accepted_by_position for g in runs]),
+        full_block_share=_full_block_share(runs),
+        mean_tree_nodes=_mean([n for g in runs for n in g.tree_nodes]),
+        prefill_s=sum(g.prefill_s for g in runs),
+        decode_s=decode_s,
+        tokens_per_s=None if case.replayed else _rate(committed, decode_s),
+        speedup=None if case.replayed else _speedup(chosen),
+        equality=None if case.replayed else _equality(chosen, case.near_tie_eps),
+        groups=_groups(chosen, case.seed),
+        prompts=[_prompt_result(s) for s in chosen],
+    )
+
+
+def compare_outputs(sample: Sample, eps: float) -> tuple[Divergence, bool] | None:
+    """First difference from the plain output and whether it is a near-tie; None where both are equal."""
+    plain, output = sample.plain, sample.generation.output_ids
+    assert plain is not None
+    assert plain.top2 is not None
+    if output == plain.output_ids:
+        return None
+    position = next(
+        (i for i, (one, other) in enumerate(zip(output, plain.output_ids, strict=False)) if one != other),
+        min(len(output), len(plain.output_ids)),
+    )
+    # Where one text merely ends earlier, no tie excuses it.
+    within = position < min(len(output), len(plain.output_ids))
+    best, gap = plain.top2[position] if within else (0.0, float("inf"))
+    tolerance = max(NEAR_TIE, 2 * eps * abs(best)) if eps > 1e-6 else NEAR_TIE
+    divergence = Divergence(
+        prompt_id=sample.prompt.prompt_id,
+        position=position,
+        plain_token=plain.output_ids[position] if position < len(plain.output_ids) else None,
+        token=output[position] if position < len(output) else None,
+        gap=gap,
+        tolerance=tolerance,
+    )
+    return divergence, gap <= tolerance
+
+
+def machine_eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _equality(samples: Sequence[Sample], eps: float) -> Equality | None:
+    if any(s.plain is None or s.plain.top2 is None for s in samples):
+        return None
+    found = [compare_outputs(s, eps) for s in samples]
+    return Equality(
+        equal=sum(f is None for f in found),
+        near_ties=[f[0] for f in found if f is not None and f[1]],
+        divergences=[f[0] for f in found if f is not None and not f[1]],
+    )
+
+
+def _unclipped(generation: Generation) -> PromptCounts:
+    lengths = [n for n, cut in zip(generation.acceptance_lengths, generation.clipped, strict=True) if not cut]
+    return PromptCounts(sum(lengths), len(lengths))
+
+
+def _full_block_share(runs: Sequence[Generation]) -> float | None:
+    block_size = max(len(g.drafted_by_position) for g in runs) + 1 if runs else 1
+    lengths = [
+        n for g in runs for n, cut in zip(g.acceptance_lengths, g.clipped, strict=True) if not cut and block_size > 1
+    ]
+    return sum(n == block_size for n in lengths) / len(lengths) if lengths else None
+
+
+def _speedup(samples: Sequence[Sample]) -> float | None:
+    """Plain decoding's seconds per committed token over this method's, on the same prompts."""
+    plains = [s.plain for s in samples if s.plain is not None]
+    own = _rate(sum(s.counts.tokens for s in samples), sum(s.generation.decode_s for s in samples))
+    plain = _rate(sum(sum(p.acceptance_lengths) for p in plains), sum(p.decode_s for p in plains))
+    return own / plain if own is not None and plain is not None and len(plains) == len(samples) else None
+
+
+def _groups(samples: Sequence[Sample], seed: int) -> list[GroupResult]:
+    kinds: tuple[tuple[Literal["category", "language", "prompt length"], list[str | None]], ...] = (
+        ("category", [s.prompt.category for s in samples]),
+        ("language", [s.prompt.language for s in samples]),
+        ("prompt length", [_length_range(len(s.prompt.input_ids)) for s in samples]),
+    )
+    groups = []
+    for kind, names in kinds:
+        members: dict[str, list[PromptCounts]] = defaultdict(list)
+        for name, sample in zip(names, samples, strict=True):
+            if name is not None:
+                members[name].append(sample.counts)
+        for name in sorted(members, key=lambda n: (len(n), n) if kind == "prompt length" else (0, n)):
+            counts = members[name]
+            groups.append(
+                GroupResult(
+                    kind=kind,
+                    name=name,
+                    n_prompts=len(counts),
+                    acceptance_length=pooled(counts),
+                    interval=interval(counts, seed),
+                )
+            )
+    return groups
+
+
+def _length_range(n_tokens: int) -> str:
+    for low, high in zip((0, *LENGTH_EDGES), LENGTH_EDGES, strict=False):
+        if n_tokens < high:
+            return f"{low}-{high - 1}"
+    return f"{LENGTH_EDGES[-1]}+"
+
+
+def _prompt_result(sample: Sample) -> PromptResult:
+    generation, counts = sample.generation, sample.counts
+    return PromptResult(
+        prompt_id=sample.prompt.prompt_id,
+        prompt_set=sample.prompt_set,
+        prompt_tokens=generation.prompt_tokens,
+        output_tokens=len(generation.output_ids),
+        tokens=counts.tokens,
+        rounds=counts.rounds,
+        prefill_s=generation.prefill_s,
+        decode_s=generation.decode_s,
+    )
+
+
+def _sum_columns(rows: Sequence[Sequence[int]]) -> list[int]:
+    width = max((len(row) for row in rows), default=0)
+    return [sum(row[i] for row in rows if i < len(row)) for i in range(width)]
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 and tokens else None

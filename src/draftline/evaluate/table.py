@@ -1,0 +1,99 @@
+"""An evaluation as tables on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from draftline.evaluate.report import ALL_SETS, Comparison, EvalReport, MethodResult
+
+
+def print_report(report: EvalReport, console: Console | None = None) -> None:
+    """Results, then groups, comparisons and warnings."""
+    console = console or Console()
+    sets = list(dict.fromkeys(r.prompt_set for r in report.results))
+    # With a single set, its results and those over all sets are the same.
+    shown = [ALL_SETS] if len(sets) == 2 else sets
+    for name in shown:
+        console.print(_result_table([r for r in report.results if r.prompt_set == name], name))
+    console.print(report.definition, style="dim", highlight=False)
+    groups = _group_table([r for r in report.results if r.prompt_set == ALL_SETS])
+    if groups is not None:
+        console.print(groups)
+    for comparison in report.comparisons:
+        console.print(comparison_line(comparison), highlight=False)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def comparison_line(c: Comparison) -> str:
+    """For example `chain: after better than before? +0.31 [+0.25, +0.37] over 24 prompts: after is better`."""
+    text = (
+        f"{c.method}: {c.b} against {c.a}: {c.difference:+.3f} [{c.interval[0]:+.3f}, {c.interval[1]:+.3f}] "
+        f"over {c.n_prompts} prompts: {c.verdict}"
+    )
+    if c.verdict == "undecided" and c.prompts_needed is not None:
+        text += f"; about {c.prompts_needed} prompts would decide a difference of this size"
+    return text
+
+
+def _result_table(results: list[MethodResult], name: str) -> Table:
+    title = "acceptance length" if name == ALL_SETS else f"acceptance length, {name}"
+    table = Table(title=f"{title} ({results[0].n_prompts} prompts)")
+    for column in ("drafter", "method"):
+        table.add_column(column)
+    for column in ("tau", "95 % interval", "forwards/token", "full blocks", "tokens/s", "speed-up", "output = plain"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result.drafter or "",
+            result.method + (" (replayed)" if result.replayed else ""),
+            _number(result.acceptance_length, ".3f"),
+            _interval(result.interval),
+            _number(result.forwards_per_token, ".3f"),
+            _number(result.full_block_share, ".1%"),
+            _number(result.tokens_per_s, ".1f"),
+            _number(result.speedup, ".2f"),
+            _equality(result),
+        )
+    return table
+
+
+def _group_table(results: list[MethodResult]) -> Table | None:
+    results = [r for r in results if r.method != "plain"]
+    kinds = {(g.kind, g.name): g.n_prompts for r in results for g in r.groups}
+    # A kind with a single group says nothing that the table above does not.
+    counts = {kind: sum(k == kind for k, _ in kinds) for kind, _ in kinds}
+    rows = [(key, n) for key, n in kinds.items() if counts[key[0]] > 1]
+    if not rows:
+        return None
+    table = Table(title="acceptance length by group")
+    table.add_column("group")
+    table.add_column("prompts", justify="right")
+    for result in results:
+        table.add_column(f"{result.drafter or ''} {result.method}".strip(), justify="right")
+    for (kind, name), n_prompts in rows:
+        cells = [
+            next((_number(g.acceptance_length, ".2f") for g in r.groups if (g.kind, g.name) == (kind, name)), "")
+            for r in results
+        ]
+        table.add_row(f"{kind}: {name}", str(n_prompts), *cells)
+    return table
+
+
+def _equality(result: MethodResult) -> str:
+    equality = result.equality
+    if equality is None or result.method == "plain":
+        return ""
+    text = f"{equality.equal}/{result.n_prompts}"
+    if equality.near_ties:
+        text += f" +{len(equality.near_ties)} near-tie"
+    return text + (f", {len(equality.divergences)} DIVERGE" if equality.divergences else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _interval(value: tuple[float, float] | None) -> str:
+    return "" if value is None else f"{value[0]:.2f} .. {value[1]:.2f}"
