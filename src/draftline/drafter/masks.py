@@ -125,6 +125,7 @@ def choose_path(attention: AttentionPath, device: torch.device) -> Literal["bloc
     return "flex" if device.type == "cuda" else "blockwise"
 
 
+@torch.no_grad()
 def build_masks(
     spec: DrafterSpec,
     document_ids_T: torch.Tensor,

@@ -76,7 +76,10 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         with torch.device("cpu"):
             self._exact, self.scaling = rope_frequencies(spec)
-        self.register_buffer("inv_freq", self._exact.clone(), persistent=False)
+        device = torch.get_default_device()
+        # Never on the meta device: weights that are assigned to a hollow drafter would not bring frequencies along.
+        device = self._exact.device if device.type == "meta" else device
+        self.register_buffer("inv_freq", self._exact.to(device, copy=True), persistent=False)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> RotaryEmbedding:
         super()._apply(fn, recurse)
