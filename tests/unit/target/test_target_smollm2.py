@@ -6,32 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from draftline.config.schema import TargetConfig
 from draftline.records import PlannedRow
 from draftline.target.capture import TargetCapture
 from draftline.target.facts import target_facts
-from draftline.target.load import LoadedTarget, load_target, load_tokenizer
+from draftline.target.load import LoadedTarget
 from draftline.target.selftest import ProbeSample, self_test
 
 TAPS = (7, 14, 26)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_gguf: Path) -> Any:
-    return load_tokenizer(TargetConfig(model=str(smollm2_gguf)))
-
-
-@pytest.fixture(scope="module")
-def target(smollm2_gguf: Path, tokenizer: Any) -> LoadedTarget:
-    return load_target(TargetConfig(model=str(smollm2_gguf)), "cpu", tokenizer=tokenizer)
-
-
 def test_the_gguf_gives_facts_template_and_stop_tokens(
-    smollm2_gguf: Path, tokenizer: Any, target: LoadedTarget
+    smollm2_gguf: Path, smollm2_tokenizer: Any, smollm2_target: LoadedTarget
 ) -> None:
+    target, tokenizer = smollm2_target, smollm2_tokenizer
     facts = target_facts(TargetConfig(model=str(smollm2_gguf)))
     assert facts == target.facts
     assert (facts.model_type, facts.num_layers, facts.hidden_size, facts.vocab_size) == ("llama", 30, 576, 49152)
@@ -46,7 +36,10 @@ def test_the_gguf_gives_facts_template_and_stop_tokens(
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_the_real_model_proves_itself_and_its_taps_are_its_hidden_states(target: LoadedTarget, tokenizer: Any) -> None:
+def test_the_real_model_proves_itself_and_its_taps_are_its_hidden_states(
+    smollm2_target: LoadedTarget, smollm2_tokenizer: Any
+) -> None:
+    target, tokenizer = smollm2_target, smollm2_tokenizer
     report = self_test(target, TAPS)
     assert report.head_error <= 1e-5 and report.head_top1 == 1.0 and max(report.tap_errors.values()) <= 1e-5
     assert report.isolation_error <= 1e-5 and report.layout_error <= 1e-3
