@@ -19,7 +19,9 @@ the drafter's forward is launched; `HeadPlan.chunks` waits for that copy alone, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -27,11 +29,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftline.drafter import loss
-from draftline.drafter.head_chunk import VALUE_FIELDS, ChunkLoss, TeacherRows, apply_head_
+from draftline.drafter.head_chunk import VALUE_FIELDS, TeacherRows, apply_head_, torch_chunk
 from draftline.drafter.loss import LossTerms
 from draftline.records import FrozenHead
 
 HeadForm = Literal["fused", "checkpointed"]
+ChunkFunction = Callable[
+    [Tensor, FrozenHead, Tensor, LossTerms, TeacherRows | None, torch.dtype | None], tuple[Tensor, Tensor | None]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +266,23 @@ def _fused_chunk(
     unit_QH: Tensor | None,
 ) -> None:
     """Forward and gradient of one chunk, written into `values_FQ` and `unit_QH`. Its logits die with this call."""
-    z_CV = apply_head_(project(hidden_QH[slots_C], head), head)
-    chunk_loss = ChunkLoss(z_CV, label_Q[slots_C], head, terms, rows)
-    gradient_CV = chunk_loss.run(with_gradient=unit_QH is not None)
-    values_FQ[:, slots_C] = torch.stack(list(chunk_loss.values.values()))
+    raw_CV = project(hidden_QH[slots_C], head)
+    gradient_dtype = None if unit_QH is None else head.weight_VH.dtype
+    form_chunk = _chunk_function(raw_CV)
+    values_FC, gradient_CV = form_chunk(raw_CV, head, label_Q[slots_C], terms, rows, gradient_dtype)
+    values_FQ[:, slots_C] = values_FC
     if gradient_CV is not None and unit_QH is not None:
-        gradient_CH = product(gradient_CV.to(head.weight_VH.dtype), head.weight_VH).mul_(head.multiplier)
+        gradient_CH = product(gradient_CV, head.weight_VH).mul_(head.multiplier)
         unit_QH.index_copy_(0, slots_C, gradient_CH.to(unit_QH.dtype))
+
+
+def _chunk_function(raw_CV: Tensor) -> ChunkFunction:
+    """Triton kernels on a GPU that has them, for fp32 statistics; torch operations elsewhere."""
+    if raw_CV.is_cuda and raw_CV.dtype == torch.float32 and find_spec("triton") is not None:
+        from draftline.drafter.head_gpu import kernel_chunk
+
+        return kernel_chunk
+    return torch_chunk
 
 
 def _checkpointed_chunks(

@@ -64,6 +64,30 @@ def excess(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
     return torch.where(d.abs() < _SERIES_BOUND, series, direct)
 
 
+def torch_chunk(
+    raw_CV: Tensor,
+    head: FrozenHead,
+    label_C: Tensor,
+    terms: LossTerms,
+    teacher: TeacherRows | None,
+    gradient_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Values [F, C] in the order of VALUE_FIELDS, and the gradient [C, V] by the raw product, without multiplier.
+
+    Args:
+        raw_CV: products x W^T in the statistics dtype; used up.
+        head: its bias, multiplier and soft cap are applied here.
+        label_C: int64 labels of the data.
+        terms: what to form.
+        teacher: needed if `terms.needs_teacher`.
+        gradient_dtype: dtype of the gradient; None forms none.
+    """
+    chunk_loss = ChunkLoss(apply_head_(raw_CV, head), label_C, head, terms, teacher)
+    gradient_CV = chunk_loss.run(with_gradient=gradient_dtype is not None)
+    values_FC = torch.stack([chunk_loss.values[name] for name in VALUE_FIELDS])
+    return values_FC, None if gradient_CV is None else gradient_CV.to(gradient_dtype)
+
+
 class ChunkLoss:
     """Values and logit gradient of one chunk. `z_CV` is used up: it holds nothing of meaning afterwards.
 
