@@ -41,14 +41,16 @@ class Marginals:
 def top_marginals(logits_DV: torch.Tensor, width: int) -> Marginals:
     """The `width` likeliest tokens of each depth, found on the logits' device; equal ones in order of their ids.
 
-    A tree of B nodes needs no more than B tokens a depth. A width above the vocabulary takes all of it.
+    A tree of B nodes needs no more than B tokens a depth. A width above the vocabulary takes all of it. Which of equal
+    tokens at the edge of the width are kept is the device's choice.
     """
     if logits_DV.shape[0] == 0 or width < 1:
         return Marginals([], [])
     logits_DV = logits_DV.float()
     best = logits_DV.topk(min(width, logits_DV.shape[-1]), dim=-1)
     by_id = best.indices.sort(dim=-1)
-    log_probs_DR = best.values.gather(-1, by_id.indices) - logits_DV.logsumexp(dim=-1, keepdim=True)
+    # Rounding may put a token that has all the mass a hair above 0, and its extensions above their prefix.
+    log_probs_DR = (best.values.gather(-1, by_id.indices) - logits_DV.logsumexp(dim=-1, keepdim=True)).clamp_max(0.0)
     ordered = log_probs_DR.sort(dim=-1, descending=True, stable=True)
     tokens_DR = by_id.values.gather(-1, ordered.indices)
     return Marginals(ordered.values.tolist(), tokens_DR.tolist())

@@ -31,9 +31,9 @@ def test_plain_decoding_gives_the_text_of_the_models_own_generate() -> None:
 def test_chain_tree_and_lookup_give_the_plain_text_for_random_pairs(pair: int) -> None:
     draw = random.Random(pair)
     vocab_size = draw.randint(11, 32)
-    target = tiny_target(pair, vocab_size=vocab_size, hidden_size=draw.choice([16, 32]), num_hidden_layers=2)
+    target = tiny_target(pair, vocab_size=vocab_size, hidden_size=draw.choice([16, 32]), num_hidden_layers=1 + pair % 2)
     prompt = random_prompt(pair, draw.randint(1, 12), vocab_size)
-    limit, block_size, budget = draw.randint(2, 14), draw.randint(2, 16), draw.choice([1, 2, 7, 16, 64, 200])
+    limit, block_size, budget = draw.randint(2, 11), draw.randint(2, 16), draw.choice([1, 2, 7, 16, 64, 200])
     drafter = NoisyDrafter(greedy_text(target, prompt, limit), vocab_size, block_size, seed=pair, strength=3.0)
     stops = {draw.randrange(vocab_size)} if draw.random() < 0.4 else set()
     options = {"max_new_tokens": limit, "stop_token_ids": stops}
@@ -58,9 +58,9 @@ def test_chain_tree_and_lookup_give_the_plain_text_for_random_pairs(pair: int) -
 @pytest.mark.parametrize("sliding_layers", [(0, 2), (0, 1, 2, 3)])
 def test_sliding_windows_are_rolled_back_and_compacted_right(window: int, sliding_layers: tuple[int, ...]) -> None:
     kinds = ["sliding_attention" if i in sliding_layers else "full_attention" for i in range(4)]
-    for seed in range(3):
+    for seed in range(2):
         target = tiny_target(seed, layer_types=kinds, sliding_window=window, use_sliding_window=True)
-        prompt = random_prompt(seed, 1 + 3 * seed)
+        prompt = random_prompt(seed, 1 + 8 * seed)
         text = greedy_text(target, prompt, 40)
         with torch.inference_mode():
             full_NV = target.model(torch.tensor([text])).logits[0]
@@ -160,18 +160,18 @@ def test_tap_features_handed_to_the_drafter_are_those_of_the_text_in_order() -> 
 
 def test_a_tree_that_holds_the_chain_never_accepts_less_on_the_same_rounds() -> None:
     more = 0
-    for seed in range(8):
-        target, prompt = tiny_target(seed, num_hidden_layers=2), random_prompt(seed, 5)
+    for seed in range(6):
+        target, prompt = tiny_target(seed, num_hidden_layers=1), random_prompt(seed, 5)
         text = greedy_text(target, prompt, 30)
         for start in range(len(prompt), len(prompt) + 10):
             drafter = NoisyDrafter(text, 13, 4, seed=seed)
             options = {"max_new_tokens": 5, "stop_token_ids": ()}
             chain = chain_generate(target, drafter, text[:start], **options).acceptance_lengths[0]
             # Room for most prefixes of three tokens, so the tree holds the chain.
-            tree = tree_generate(target, drafter, text[:start], budget=FixedBudget(400), **options)
+            tree = tree_generate(target, drafter, text[:start], budget=FixedBudget(300), **options)
             assert tree.acceptance_lengths[0] >= chain
             more += tree.acceptance_lengths[0] > chain
-    assert more > 20
+    assert more > 10
 
 
 def test_a_tree_one_token_wide_is_the_chain() -> None:
