@@ -30,6 +30,7 @@ from draftline.pipeline.core import (
     LedgerState,
     Meeting,
     PipelineCore,
+    ProtocolError,
     RowItem,
     Signal,
     StopItem,
@@ -53,7 +54,8 @@ class ExchangeStats:
     Attributes:
         waiting_rows, waiting_bytes: captured and in nobody's hands.
         admitted_rows, admitted_bytes, max_rows, max_bytes: slots charged, and their bounds.
-        waiting_for_s: worker name -> seconds it has been waiting now; only workers that wait.
+        waiting_for: worker name -> what it waits for now; only workers that wait.
+        waiting_for_s: worker name -> seconds it has been waiting for that.
         waited_s: worker name -> seconds spent waiting since the start, the present wait included.
         busy: worker name -> what it declared to be busy with.
         round_id, handed_rows: the open round and the rows handed out in it.
@@ -66,6 +68,7 @@ class ExchangeStats:
     admitted_bytes: int
     max_rows: int
     max_bytes: int | None
+    waiting_for: dict[str, str]
     waiting_for_s: dict[str, float]
     waited_s: dict[str, float]
     busy: dict[str, str]
@@ -269,6 +272,7 @@ class RowExchange(Generic[P]):
                 admitted_bytes=core.admission.n_bytes,
                 max_rows=core.admission.max_rows,
                 max_bytes=core.admission.max_bytes,
+                waiting_for={who: what for who, (_, what) in self._waits.items()},
                 waiting_for_s=waiting,
                 waited_s=waited,
                 busy={who: doing for who, (_, doing) in self._busy.items()},
@@ -285,6 +289,8 @@ class RowExchange(Generic[P]):
         core = self._core
 
         def ask() -> tuple[Meeting, bool] | Signal:
+            if not core.is_live(drafter):
+                raise ProtocolError(f"drafter-{drafter} waits at a meeting, but was reported lost")
             if core.round_id != round_id:
                 assert self._last_meeting is not None
                 return self._last_meeting, False

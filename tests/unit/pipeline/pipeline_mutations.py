@@ -127,7 +127,7 @@ class StopReleasedTwice(PipelineCore):
 
     @property
     def end(self):
-        return self._good_end if self.closed and not self.failure else super().end
+        return self.good_end if self.closed and not self.failure else super().end
 
 
 class LostDrafterKeepsItsRows(PipelineCore):

@@ -74,11 +74,9 @@ class PipelineCore:
         self._stopped: set[int] = set()  # drafters that took their Stop
         self._leases: dict[int, int | None] = dict.fromkeys(range(settings.n_targets))  # live targets
         self._absent: set[int] = set()  # lost targets that are being restarted
-        self._told_done: set[int] = set()
-        self._reported: set[int] = set()
+        self._told_done, self._reported = set[int](), set[int]()
         self._n_done = 0
-        self.stopping = False
-        self.closed = False
+        self.stopping = self.closed = False
         self.failure: Failure | None = None
 
     # ---- what others may read
@@ -98,12 +96,15 @@ class PipelineCore:
         if self.failure:
             return End.FAILED
         if self.closed and self._stopped >= self.rounds.live:
-            return self._good_end
+            return self.good_end
         return None
 
     @property
-    def _good_end(self) -> End:
+    def good_end(self) -> End:
         return End.STOPPED if self.stopping else End.CLOSED
+
+    def is_live(self, drafter: int) -> bool:
+        return drafter in self.rounds.live
 
     @property
     def waiting_rows(self) -> Collection[int]:
@@ -192,7 +193,7 @@ class PipelineCore:
             return SyncItem(rounds.call(drafter))
         if self.closed and not handed:
             self._stopped.add(drafter)
-            return StopItem(self._good_end)
+            return StopItem(self.good_end)
         return WAIT
 
     def trained(self, drafter: int, row_id: int) -> None:

@@ -1,0 +1,450 @@
+"""The core's rules, one by one, without the simulator."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftline.errors import UserError
+from draftline.pipeline.core import (
+    DONE,
+    WAIT,
+    CoreSettings,
+    End,
+    Lease,
+    LedgerState,
+    PipelineCore,
+    ProtocolError,
+    RowItem,
+    RowState,
+    StopItem,
+    SyncItem,
+    drafter_worker,
+    target_worker,
+)
+from draftline.records import PlannedRow
+
+ROW_BYTES = 10
+
+
+def make_plan(n: int) -> list[PlannedRow]:
+    return [PlannedRow(i, i // 4, (2 * i, 2 * i + 1), 8, 4) for i in range(n)]
+
+
+def make_core(n_rows=4, n_targets=1, n_drafters=1, rows_per_drafter=2, state=None, **rules) -> PipelineCore:
+    rules.setdefault("prefetch_rows", 0)
+    sizes = CoreSettings(n_targets, n_drafters, rows_per_drafter, **rules)
+    return PipelineCore(make_plan(n_rows), [ROW_BYTES] * n_rows, sizes, state)
+
+
+def capture(core: PipelineCore, n: int = 1, target: int = 0) -> list[int]:
+    rows = []
+    for _ in range(n):
+        lease = core.lease(target)
+        assert isinstance(lease, Lease)
+        core.put(target, lease.row_id)
+        rows.append(lease.row_id)
+    return rows
+
+
+def train_one(core: PipelineCore, drafter: int = 0) -> int:
+    item = core.get(drafter)
+    assert isinstance(item, RowItem), item
+    core.trained(drafter, item.row_id)
+    return item.row_id
+
+
+def commit_round(core: PipelineCore, *drafters: int):
+    for drafter in drafters:
+        assert core.get(drafter) == SyncItem(core.round_id)
+        core.arrive(drafter, core.round_id)
+    assert core.leader == drafters[-1]
+    meeting = core.begin_average(drafters[-1], core.round_id)
+    return core.commit(drafters[-1], core.round_id, meeting.attempt)
+
+
+# ---- bounds
+
+
+def test_admitted_rows_are_targets_plus_hands_plus_queue_depth():
+    assert CoreSettings(5, 3, 10, prefetch_rows=1, queue_depth=2).max_rows == 5 + 3 * 2 + 2 * 3
+
+
+def test_lease_waits_at_the_row_bound_and_goes_on_when_a_step_has_finished():
+    core = make_core(n_rows=9, queue_depth=1)  # 1 + 1 + 1 rows
+    capture(core, 3)
+    assert core.lease(0) is WAIT
+    item = core.get(0)
+    assert core.lease(0) is WAIT  # handed out is not finished
+    core.trained(0, item.row_id)
+    assert isinstance(core.lease(0), Lease)
+
+
+def test_lease_waits_at_the_byte_bound():
+    core = make_core(n_rows=9, queue_bytes=2 * ROW_BYTES + 9)
+    capture(core, 2)
+    assert core.lease(0) is WAIT
+    assert core.admission.n_bytes == 2 * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rules", "numbers"),
+    [
+        ({"admitted_rows": 2, "n_drafters": 2, "prefetch_rows": 1}, ["2 rows", "needs 3"]),
+        ({"queue_bytes": 9}, ["queue_bytes 9", "largest row of 10"]),
+        ({"queue_bytes": 29, "n_drafters": 2, "prefetch_rows": 1}, ["queue_bytes 29", "30 bytes"]),
+        ({"n_drafters": 0}, ["n_drafters is 0"]),
+        ({"prefetch_rows": -1}, ["prefetch_rows is -1"]),
+    ],
+)
+def test_bounds_without_progress_are_refused_with_the_numbers(rules: dict, numbers: list[str]):
+    with pytest.raises(UserError) as error:
+        make_core(**rules)
+    assert all(number in str(error.value) for number in numbers), str(error.value)
+
+
+def test_an_empty_plan_is_refused():
+    with pytest.raises(UserError, match="no rows"):
+        make_core(n_rows=0)
+
+
+# ---- stop
+
+
+def test_targets_wait_until_the_last_commit_and_then_each_drafter_gets_one_stop():
+    core = make_core(n_rows=2, n_targets=2, n_drafters=2, rows_per_drafter=1)
+    capture(core, 2)
+    train_one(core, 0)
+    train_one(core, 1)
+    assert core.lease(0) is WAIT  # a drafter may still be lost
+    meeting = commit_round(core, 0, 1)
+    assert meeting.is_last
+    assert core.lease(0) is DONE
+    core.producer_done(0)
+    assert core.get(0) is WAIT  # target-1 has not reported
+    assert core.lease(1) is DONE
+    core.producer_done(1)
+    assert [core.get(0), core.end, core.get(1)] == [StopItem(End.CLOSED), None, StopItem(End.CLOSED)]
+    assert core.end is End.CLOSED
+    with pytest.raises(ProtocolError):
+        core.get(0)
+
+
+def test_a_stop_commits_what_was_trained_and_discards_what_waits():
+    core = make_core(n_rows=9, n_targets=2, n_drafters=2, rows_per_drafter=4)
+    capture(core, 3)
+    held = core.lease(1)
+    in_hand = core.get(0)
+    assert core.request_stop()
+    assert core.lease(0) is DONE
+    core.put(1, held.row_id)
+    core.trained(0, in_hand.row_id)
+    meeting = commit_round(core, 1, 0)
+    assert meeting.is_last and [row.row_id for row in meeting.rows[0]] == [0] and meeting.rows[1] == ()
+    assert core.lease(1) is DONE
+    core.producer_done(0)
+    core.producer_done(1)
+    assert core.get(0) == core.get(1) == StopItem(End.STOPPED)
+    assert core.ledger.captures().discarded_at_stop == 3
+    assert str(core.ledger.identity()) == "planned 9 = committed 1 + set aside 0 + in flight 0 + remaining 8"
+    assert not core.admission.charged
+
+
+def test_a_stop_that_comes_after_the_last_commit_changes_nothing():
+    core = make_core(n_rows=1)
+    capture(core)
+    train_one(core)
+    commit_round(core, 0)
+    assert not core.request_stop()
+    core.lease(0)
+    core.producer_done(0)
+    assert core.get(0) == StopItem(End.CLOSED)
+
+
+def test_a_failure_is_never_told_as_the_end_of_data():
+    core = make_core(n_rows=2)
+    capture(core)
+    assert core.fail("target-0", "out of memory")
+    assert not core.fail("drafter-0", "because of that")
+    assert core.get(0) == StopItem(End.FAILED)
+    assert core.end is End.FAILED and core.failure.origin == "target-0"
+
+
+# ---- rounds
+
+
+def test_a_round_hands_out_its_rows_once_and_the_clock_counts_them():
+    core = make_core(n_rows=9, n_drafters=2, rows_per_drafter=2)
+    capture(core, 4)
+    clocks = []
+    for _ in range(3):
+        item = core.get(0)
+        clocks.append(item.clock_rows)
+        core.trained(0, item.row_id)
+    item = core.get(1)
+    clocks.append(item.clock_rows)
+    capture(core)
+    assert core.get(0) == SyncItem(0)  # 4 rows are handed out: called while the other still trains
+    with pytest.raises(ProtocolError):
+        core.get(0)
+    core.arrive(0, 0)
+    assert core.leader is None
+    core.trained(1, item.row_id)
+    meeting = commit_round(core, 1)
+    assert (meeting.committed_rows, meeting.is_last, clocks) == (4, False, [0, 1, 2, 3])
+    assert core.get(1).clock_rows == 4
+
+
+def test_a_drafter_arrives_with_empty_hands_only():
+    core = make_core(n_rows=2, rows_per_drafter=1, prefetch_rows=1, n_drafters=1)
+    capture(core)
+    item = core.get(0)
+    assert core.get(0) == SyncItem(0)
+    with pytest.raises(ProtocolError, match="in hand"):
+        core.arrive(0, 0)
+    core.trained(0, item.row_id)
+    core.arrive(0, 0)
+    assert core.leader == 0
+
+
+def test_an_average_with_a_member_that_died_meanwhile_does_not_count():
+    core = make_core(n_rows=4, n_drafters=2, rows_per_drafter=1)
+    capture(core, 2)
+    rows = [train_one(core, 0), train_one(core, 1)]
+    for drafter in (1, 0):
+        core.get(drafter)
+        core.arrive(drafter, 0)
+    first = core.begin_average(0, 0)
+    core.drafter_lost(1)
+    assert core.commit(0, 0, first.attempt) is None
+    second = core.begin_average(0, 0)
+    assert (first.members, second.members) == ((0, 1), (0,))
+    core.commit(0, 0, second.attempt)
+    assert core.ledger.states[rows[0]] is RowState.COMMITTED
+    assert core.ledger.states[rows[1]] is RowState.PLANNED
+
+
+def test_a_leader_that_dies_is_replaced_and_its_rows_go_back():
+    core = make_core(n_rows=4, n_drafters=2, rows_per_drafter=1)
+    capture(core, 2)
+    train_one(core, 0)
+    lost = train_one(core, 1)
+    for drafter in (0, 1):
+        core.get(drafter)
+        core.arrive(drafter, 0)
+    core.begin_average(1, 0)
+    core.drafter_lost(1)
+    assert core.leader == 0
+    meeting = core.begin_average(0, 0)
+    core.commit(0, 0, meeting.attempt)
+    assert core.lease(0).row_id == lost
+
+
+def test_rows_are_handed_out_in_plan_order_when_asked_for():
+    core = make_core(n_rows=4, n_targets=2, ordered=True, rows_per_drafter=9)
+    first = core.lease(0)
+    second = core.lease(1)
+    core.put(1, second.row_id)
+    assert core.get(0) is WAIT
+    core.put(0, first.row_id)
+    assert [train_one(core), train_one(core)] == [0, 1]
+
+
+# ---- failures
+
+
+def test_a_row_that_fails_twice_is_set_aside_with_its_samples():
+    core = make_core(n_rows=2, max_set_aside=2)
+    for _ in range(2):
+        assert core.lease(0).row_id == 0
+        core.give_back(target_worker(0), 0, blame=True)
+    assert core.lease(0).row_id == 1
+    assert core.ledger.identity().set_aside == 1 and core.failure is None
+
+
+def test_failures_in_different_hands_add_up():
+    core = make_core(n_rows=2, max_set_aside=2)
+    core.lease(0)
+    core.give_back(target_worker(0), 0, blame=True)
+    capture(core)
+    core.get(0)
+    core.give_back(drafter_worker(0), 0, blame=True)
+    assert core.ledger.states[0] is RowState.SET_ASIDE
+
+
+def test_too_many_samples_set_aside_fail_the_run_naming_row_and_samples():
+    core = make_core(n_rows=3, max_set_aside=1)
+    for _ in range(2):
+        core.lease(0)
+        core.give_back(target_worker(0), 0, blame=True, reason="states are not finite")
+    assert core.end is End.FAILED and core.failure.origin == "target-0"
+    for part in ("row 0", "samples 0, 1", "states are not finite", "max_set_aside is 1"):
+        assert part in core.failure.reason
+
+
+def test_a_row_given_back_without_blame_is_not_counted_as_a_failure():
+    core = make_core(n_rows=1)
+    for _ in range(5):
+        core.lease(0)
+        core.give_back(target_worker(0), 0, blame=False)
+    assert core.failure is None and isinstance(core.lease(0), Lease)
+
+
+def test_the_last_target_lost_with_rows_left_fails_the_run():
+    core = make_core(n_rows=3, n_targets=2)
+    core.target_lost(1)
+    assert core.failure is None
+    core.target_lost(0)
+    assert "3 rows left" in core.failure.reason
+
+
+def test_a_target_that_restarts_keeps_the_run_alive():
+    core = make_core(n_rows=3)
+    row = core.lease(0)
+    core.target_lost(0, returns=True)
+    assert core.failure is None
+    assert core.target_joined(0)
+    assert core.lease(0) == row
+
+
+def test_the_last_drafter_lost_fails_the_run_even_after_the_last_commit():
+    core = make_core(n_rows=1)
+    capture(core)
+    train_one(core)
+    commit_round(core, 0)
+    core.lease(0)
+    core.producer_done(0)
+    core.drafter_lost(0)
+    assert core.end is End.FAILED and core.failure.reason == "all drafters are lost"
+
+
+def test_a_returned_row_reaches_a_target_that_was_idle():
+    core = make_core(n_rows=1, n_targets=2)
+    core.lease(0)
+    assert core.lease(1) is WAIT
+    core.target_lost(0)
+    assert core.lease(1).row_id == 0
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda core: core.put(0, 0),
+        lambda core: core.trained(0, 0),
+        lambda core: core.arrive(0, 0),
+        lambda core: core.begin_average(0, 0),
+        lambda core: core.commit(0, 0, 0),
+        lambda core: core.producer_done(0),
+        lambda core: core.give_back(drafter_worker(0), 0, blame=False),
+        lambda core: core.lease(7),
+        lambda core: core.get(7),
+        lambda core: core.target_joined(0),
+        lambda core: (core.lease(0), core.lease(0)),
+        lambda core: (core.lease(0), core.put(0, -1)),
+    ],
+)
+def test_misuse_is_refused(misuse):
+    with pytest.raises(ProtocolError):
+        misuse(make_core())
+
+
+# ---- state
+
+
+def test_a_resumed_run_skips_what_is_committed_or_set_aside():
+    state = LedgerState(planned=6, committed=((0, 2), (3, 4)), set_aside=((2, 3),), failures=((4, 1),), rounds=7)
+    core = make_core(n_rows=6, state=state, max_set_aside=2)
+    assert core.round_id == 7
+    assert core.lease(0).row_id == 4
+    core.give_back(target_worker(0), 4, blame=True)  # its second failure, the first one before the restart
+    assert core.ledger.states[4] is RowState.SET_ASIDE
+
+
+def test_a_ledger_survives_json():
+    state = LedgerState(planned=6, committed=((0, 2), (3, 4)), set_aside=((2, 3),), failures=((4, 1),), rounds=7)
+    assert LedgerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"committed": [[0, 9]]},
+        {"committed": [[2, 1]]},
+        {"committed": [[0, 2], [1, 4]], "n_committed": 5},
+        {"set_aside": [[1, 2]], "n_set_aside": 1},
+        {"n_committed": 3},
+        {"rounds": "many"},
+        {"failures": [[1]]},
+        {"planned": None},
+    ],
+)
+def test_a_ledger_that_contradicts_itself_is_refused(change: dict):
+    data = LedgerState(planned=6, committed=((0, 2),), rounds=1).to_json() | change
+    with pytest.raises(UserError):
+        LedgerState.from_json(data)
+
+
+def test_a_ledger_of_another_plan_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"6 rows.*has 4"):
+        make_core(n_rows=4, state=LedgerState(planned=6))
+
+
+def test_identity_holds_for_each_epoch():
+    core = make_core(n_rows=6, rows_per_drafter=2)
+    capture(core, 2)
+    train_one(core)
+    train_one(core)
+    commit_round(core, 0)
+    core.lease(0)
+    epochs = core.ledger.epochs()
+    assert [(e.planned, e.committed, e.in_flight, e.remaining) for e in epochs] == [(4, 2, 1, 1), (2, 0, 0, 2)]
+
+
+def step_anything(core: PipelineCore, rng: random.Random, trained: list[int]) -> None:
+    """One step of target-0 or drafter-0, whichever can."""
+    lease = core.lease(0)
+    if isinstance(lease, Lease):
+        core.put(0, lease.row_id)
+    if rng.random() < 0.5:
+        return
+    item = core.get(0)
+    if isinstance(item, RowItem):
+        core.trained(0, item.row_id)
+    elif isinstance(item, SyncItem):
+        core.arrive(0, item.round_id)
+        meeting = core.begin_average(0, item.round_id)
+        trained += [row.row_id for row in core.commit(0, item.round_id, meeting.attempt).rows[0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_rows=st.integers(1, 12),
+    rows_per_drafter=st.integers(1, 5),
+    ordered=st.booleans(),
+    seed=st.integers(0, 10_000),
+    cuts=st.lists(st.integers(0, 25), max_size=4),
+)
+def test_a_run_cut_anywhere_and_resumed_commits_each_row_once(n_rows, rows_per_drafter, ordered, seed, cuts):
+    rng, committed, state = random.Random(seed), [], None
+    for n_steps in [*cuts, 10_000]:
+        core = make_core(n_rows, rows_per_drafter=rows_per_drafter, ordered=ordered, state=state)
+        for _ in range(n_steps):
+            if core.ledger.is_complete:
+                break
+            step_anything(core, rng, committed)
+        state = LedgerState.from_json(json.loads(json.dumps(core.snapshot().to_json())))
+    assert sorted(committed) == list(range(n_rows))
+    assert state.n_committed == n_rows
+    if ordered:
+        assert committed == sorted(committed)
+
+
+def test_the_core_does_not_need_torch():
+    code = "import sys, draftline.pipeline.core.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
