@@ -5,9 +5,12 @@ on a private *view* of the decoder: shallow copies of the modules that are chang
 layers, the final norm), which share every weight with the model. So the shared model is never altered, a forward
 that needs no final state runs only up to the last tap, and several captures may run at once on one model.
 
-Samples of a row never see each other. Three layouts, the first that the model allows:
+Samples of a row never see each other. Four layouts, the first that the model allows:
 
-    packed   one forward of the whole row under a block-diagonal causal mask, positions restarting in each sample
+    varlen   one forward of the whole row, attention by the samples' bounds (target/varlen.py); CUDA, 16 bit
+    packed   one forward of the whole row under a block-diagonal causal mask, positions restarting in each sample: an
+             explicit mask for full attention; with sliding layers transformers builds one for each kind of layer from
+             the restarting positions; flash_attention_2 gets the bounds
     padded   right-padded sub-batches of similar length; what is causal, also a recurrent state, never sees the padding
     single   one forward a sample, for rotary embeddings that depend on the length of the whole batch
 """
@@ -28,8 +31,9 @@ from draftline.errors import RunFailedError, UserError
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.conventions import check_taps
 from draftline.target.load import LoadedTarget
+from draftline.target.varlen import MAX_HEAD_DIM, with_backend
 
-CaptureLayout = Literal["packed", "padded", "single"]
+CaptureLayout = Literal["varlen", "packed", "padded", "single"]
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _PACKABLE_BACKENDS = frozenset({"sdpa", "eager", "flash_attention_2"})
@@ -94,7 +98,8 @@ class TargetCapture:
         self.taps = check_taps(taps, target.num_layers)
         self.layout: CaptureLayout = layout or _unproven_layout(target)
         self._local = threading.local()
-        self._decoder = _decoder_view(target, self.taps, self._on_tap, whole=want_final)
+        decoder = with_backend(target.decoder) if self.layout == "varlen" else target.decoder
+        self._decoder = _decoder_view(target, decoder, self.taps, self._on_tap, whole=want_final)
 
     def capture(self, planned: PlannedRow, samples: Sequence[SampleLike]) -> HiddenStateRow:
         """Hidden states of a row, its samples packed end to end in the given order, on the target's device.
@@ -148,8 +153,12 @@ class TargetCapture:
         tokens, width = len(ids_T), self.target.hidden_size
         taps_TF = ids_T.new_empty((tokens, len(self.taps) * width), dtype=self.target.dtype)
         final_TH = ids_T.new_empty((tokens, width), dtype=self.target.dtype) if self.want_final else None
-        if self.layout == "packed":
-            kwargs = packed_arguments(self.target, positions_T, documents_T, lengths)
+        if self.layout in ("varlen", "packed"):
+            kwargs: dict[str, Any] = {"position_ids": positions_T[None]}
+            if self.layout == "varlen" or self.target.attention == "flash_attention_2":
+                kwargs |= _bounds(lengths, ids_T.device)
+            elif set(self.target.facts.layer_types) == {"full_attention"}:
+                kwargs["attention_mask"] = block_diagonal_mask(documents_T, self.target.attention, self.target.dtype)
             self._forward(ids_T[None], _Sink(taps_TF), final_TH, **kwargs)
             return taps_TF, final_TH
         min_fill = 2.0 if self.layout == "single" else _MIN_FILL
@@ -186,36 +195,28 @@ def natural_layout(target: LoadedTarget) -> CaptureLayout:
     """
     packable = not target.has_recurrent_layers and set(target.facts.layer_types) <= _PACKABLE_LAYERS
     packable = packable and not target.facts.rope_types & _LENGTH_DEPENDENT_ROPE
-    if packable and target.attention in _PACKABLE_BACKENDS and target.device.type != "cpu":
-        return "packed"
-    return _unproven_layout(target)
+    if not packable or target.attention not in _PACKABLE_BACKENDS or target.device.type == "cpu":
+        return _unproven_layout(target)
+    half = target.dtype in (torch.bfloat16, torch.float16)
+    by_bounds = target.device.type == "cuda" and half and target.facts.head_dim <= MAX_HEAD_DIM
+    return "varlen" if by_bounds and target.attention == "sdpa" else "packed"
+
+
+def fallback_layouts(layout: CaptureLayout) -> tuple[CaptureLayout, ...]:
+    """The layout itself, then what to try instead if it does not prove itself."""
+    chain: tuple[CaptureLayout, ...] = ("varlen", "packed", "padded")
+    return chain[chain.index(layout) :] if layout in chain else (layout,)
 
 
 def _unproven_layout(target: LoadedTarget) -> CaptureLayout:
     return "single" if target.facts.rope_types & _LENGTH_DEPENDENT_ROPE else "padded"
 
 
-def packed_arguments(
-    target: LoadedTarget, positions_T: torch.Tensor, documents_T: torch.Tensor, lengths: tuple[int, ...]
-) -> dict[str, Any]:
-    """Arguments of a forward over packed samples that keep them apart.
-
-    Flash attention gets the samples' bounds. Elsewhere a model with full attention only gets an explicit mask; one
-    with sliding layers gets none, and transformers builds a mask for each kind of layer from the restarting positions.
-    """
-    arguments: dict[str, Any] = {"position_ids": positions_T[None]}
-    if target.attention == "flash_attention_2":
-        bounds = _to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), positions_T.device)
-        longest = max(lengths)
-        return arguments | {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-    if set(target.facts.layer_types) == {"full_attention"}:
-        arguments["attention_mask"] = block_diagonal_mask(documents_T, target.attention, target.dtype)
-    return arguments
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """The samples' bounds, under the names by which transformers hands them to its attention."""
+    bounds = _to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def block_diagonal_mask(documents_T: torch.Tensor, attention: str, dtype: torch.dtype) -> torch.Tensor:
@@ -255,17 +256,18 @@ def _padded_indices(
     return gather, np.concatenate(rows), np.concatenate(places)
 
 
-def _decoder_view(target: LoadedTarget, taps: tuple[int, ...], on_tap: Any, *, whole: bool) -> Any:
-    """The target's decoder with hooks on the tapped layers, ending behind the last tap unless `whole`.
+def _decoder_view(target: LoadedTarget, decoder: Any, taps: tuple[int, ...], on_tap: Any, *, whole: bool) -> Any:
+    """A copy of `decoder` (the target's, or a twin of it) with hooks on the tapped layers.
 
-    Shares all weights. Children without weights (rotary embeddings, which may cache by length) are copied.
+    Ends behind the last tap unless `whole`. Shares all weights. Children without weights (rotary embeddings, which may
+    cache by length) are copied.
     """
-    layers = list(target.layers)
+    layers = list(getattr(decoder, target.layers_name))
     for index, tap in enumerate(taps):
         layers[tap] = _tapped(layers[tap], index, on_tap)
-    view = copy.copy(target.decoder)
-    view._modules = dict(target.decoder._modules)
-    for name, child in target.decoder.named_children():
+    view = copy.copy(decoder)
+    view._modules = dict(decoder._modules)
+    for name, child in decoder.named_children():
         if not any(True for _ in child.parameters()):
             view._modules[name] = copy.deepcopy(child)
     view._modules[target.layers_name] = nn.ModuleList(layers if whole else layers[: taps[-1] + 1])

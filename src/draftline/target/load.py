@@ -187,14 +187,27 @@ def resolve_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def resolve_attention(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """`auto` is flash_attention_2 where that package, a CUDA device and a 16-bit dtype meet, else sdpa."""
+def resolve_attention(config: TargetConfig, device: torch.device, dtype: torch.dtype, text_config: Any = None) -> str:
+    """`auto` is flash_attention_2 where that package, a CUDA device and a 16-bit dtype meet, else sdpa; eager for a
+    model with soft-capped attention scores, which sdpa would leave out without a word.
+
+    Raises:
+        UserError: sdpa was asked for by name for such a model.
+    """
+    capped = getattr(text_config, "attn_logit_softcapping", None) is not None
+    if config.attention == "sdpa" and capped:
+        raise UserError(
+            "the model caps its attention scores, which sdpa leaves out",
+            where="target.attention",
+            mend="use auto, eager or flash_attention_2",
+        )
     if config.attention != "auto":
         return config.attention
     from transformers.utils import is_flash_attn_2_available
 
-    usable = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available()
-    return "flash_attention_2" if usable else "sdpa"
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return "eager" if capped else "sdpa"
 
 
 def tokenizer_stop_ids(tokenizer: Any) -> frozenset[int]:
@@ -234,7 +247,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
             source.name,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=resolve_attention(config, device, dtype),
+            attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
             output_loading_info=True,
             **source.kwargs(),
         )

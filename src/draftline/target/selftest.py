@@ -8,7 +8,7 @@ Checked on a few random token sequences, each against the model's own forward of
     taps        each captured layer is hidden_states[tap + 1] of the model
     health      no state is non-finite or zero, and each varies over positions
     isolation   with another first sample in the row, the others keep their states
-    layout      packed or padded equals alone; a packed layout that does not falls back to padded
+    layout      the whole row equals each sample alone; a layout that does not prove itself falls back to the next
 
 Errors are relative, |a - b| / |b| of a token's vector: the largest over tokens in fp32; in 16 bits the median, since a
 rounding that sends one token to another expert makes it differ without anything being wrong. A state one layer off
@@ -27,7 +27,8 @@ import torch.nn.functional as F
 
 from draftline.errors import RunFailedError, UserError
 from draftline.records import FrozenHead, HiddenStateRow, PlannedRow
-from draftline.target.capture import CaptureLayout, SampleLike, TargetCapture, natural_layout
+from draftline.target.capture import CaptureLayout, SampleLike, TargetCapture, fallback_layouts, natural_layout
+from draftline.target.facts import first_line
 from draftline.target.load import LoadedTarget
 
 _LENGTHS = (24, 9, 31, 14)
@@ -313,14 +314,13 @@ def _settle_layout(
     samples: Sequence[ProbeSample],
     alone: Sequence[HiddenStateRow],
 ) -> tuple[CaptureLayout, float, float]:
-    layout = natural_layout(checker.target)
-    try:
-        return (layout, *_check_layout(checker, make(checker.target, taps, layout), layout, samples, alone))
-    except RunFailedError as error:
-        if layout != "packed":
-            raise
-        checker.notes.append(f"packed rows are not trusted ({error.reason}); padded sub-batches are used")
-    return ("padded", *_check_layout(checker, make(checker.target, taps, "padded"), "padded", samples, alone))
+    *hopeful, last = fallback_layouts(natural_layout(checker.target))
+    for layout in hopeful:
+        try:
+            return (layout, *_check_layout(checker, make(checker.target, taps, layout), layout, samples, alone))
+        except (RunFailedError, RuntimeError, TypeError) as error:  # also a kernel that this device or torch lacks
+            checker.notes.append(f"{layout} rows are not used: {first_line(error)}")
+    return (last, *_check_layout(checker, make(checker.target, taps, last), last, samples, alone))
 
 
 def _check_layout(

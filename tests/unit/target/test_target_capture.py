@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from draftline.errors import RunFailedError, UserError
 from draftline.records import HiddenStateRow, PlannedRow
-from draftline.target.capture import CaptureLayout, TargetCapture, natural_layout, sub_batches
+from draftline.target.capture import CaptureLayout, TargetCapture, fallback_layouts, natural_layout, sub_batches
 from draftline.target.load import LoadedTarget
 from draftline.target.selftest import ProbeSample
 
@@ -42,7 +42,7 @@ def assert_is_truth(row: HiddenStateRow, truth: tuple[torch.Tensor, torch.Tensor
         torch.testing.assert_close(row.final_hidden_TH, truth[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "eager"])
 @pytest.mark.parametrize("kind", PACKABLE)
 def test_packed_samples_are_as_if_alone(
     load_tiny: LoadTiny, samples: list[ProbeSample], row_of: RowOf, kind: str, attention: str
@@ -203,13 +203,16 @@ def test_layouts_follow_the_architecture(load_tiny: LoadTiny) -> None:
 
     target = load_tiny("qwen3")
     gpu = dataclasses.replace(target, device=torch.device("cuda", 0))
-    assert natural_layout(target) == "padded" and natural_layout(gpu) == "packed"
+    assert natural_layout(target) == "padded" and natural_layout(gpu) == "packed"  # fp32
+    assert natural_layout(dataclasses.replace(gpu, dtype=torch.bfloat16)) == "varlen"
     hybrid = dataclasses.replace(load_tiny("qwen3_next"), device=torch.device("cuda", 0))
     assert natural_layout(hybrid) == "padded"
     long_rope = dataclasses.replace(target.facts, rope_parameters={"rope_type": "longrope"})
     assert natural_layout(dataclasses.replace(gpu, facts=long_rope)) == "single"
     chunked = dataclasses.replace(target.facts, layer_types=("chunked_attention", *target.facts.layer_types[1:]))
     assert natural_layout(dataclasses.replace(gpu, facts=chunked)) == "padded"
+    assert fallback_layouts("varlen") == ("varlen", "packed", "padded") and fallback_layouts("single") == ("single",)
+    assert TargetCapture(gpu, (0,), want_final=False).layout == "padded"  # packed only on the self-test's word
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([0.5, 0.75, 1.0, 2.0]))

@@ -115,6 +115,15 @@ def test_dtype_and_attention_resolve_by_device() -> None:
     assert resolve_attention(TargetConfig(model="m", attention="eager"), torch.device("cpu"), torch.float32) == "eager"
 
 
+def test_capped_attention_scores_are_never_left_out_by_sdpa(
+    load_tiny: LoadTiny, make_tiny_target: Callable[..., Path], tiny_tokenizer: Any
+) -> None:
+    assert load_tiny("gemma2").attention == "eager" and load_tiny("gemma3_multimodal").attention == "sdpa"
+    config = TargetConfig(model=str(make_tiny_target("gemma2")), attention="sdpa")
+    with pytest.raises(UserError, match="caps its attention scores"):
+        load_target(config, "cpu", tokenizer=tiny_tokenizer)
+
+
 def test_the_token_that_ends_a_turn_stops_even_if_it_is_not_eos(tiny_tokenizer: Any) -> None:
     import copy
 

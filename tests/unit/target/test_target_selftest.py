@@ -67,7 +67,13 @@ def test_a_packed_layout_that_leaks_falls_back_to_padded(load_tiny: LoadTiny, mo
     monkeypatch.setattr(selftest_module, "natural_layout", lambda target: "packed")
     assert self_test(load_tiny("qwen3"), TAPS).layout == "packed"
     report = self_test(load_tiny("qwen3_next"), TAPS)  # a recurrent state runs on into the next sample
-    assert report.layout == "padded" and "packed rows are not trusted" in report.notes[0]
+    assert report.layout == "padded" and "packed rows are not used" in report.notes[0]
+
+
+def test_a_kernel_that_this_machine_lacks_falls_back(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest_module, "natural_layout", lambda target: "varlen")
+    report = self_test(load_tiny("qwen3"), TAPS)
+    assert report.layout == "packed" and "varlen rows are not used" in report.notes[0]
 
 
 def test_a_mask_that_ignores_documents_is_caught(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
