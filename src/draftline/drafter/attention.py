@@ -11,14 +11,31 @@ Queries (Q, N, D), block keys and values (Q, M, D), context keys and values (T, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from draftline.drafter.masks import BlockGroup, BlockwiseMask, DenseMask, FlexMask, LayerMask
+from draftline.drafter.masks import (
+    BlockGroup,
+    BlockMaskBuilder,
+    BlockwiseMask,
+    DenseMask,
+    FlexMask,
+    LayerMask,
+    plain_block_mask,
+)
 
+if TYPE_CHECKING:
+    from draftline.drafter.model import DrafterLayer
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FlexKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask], torch.Tensor]
+LayerRunner = Callable[["DrafterLayer", torch.Tensor, torch.Tensor, Rope, Rope, LayerMask, FlexKernel], torch.Tensor]
 
 
 def attend(
@@ -117,3 +134,26 @@ def _group_attention(
     from_context = weights[..., :n_context].reshape(n_kv, rows_MRD.shape[1], n_context) @ context_v_MCD
     from_block = weights[..., n_context:] @ v_MABD.unsqueeze(2)
     return from_context.view_as(from_block) + from_block
+
+
+def run_layer(
+    layer: DrafterLayer,
+    x_QH: torch.Tensor,
+    context_TH: torch.Tensor,
+    rope_T: Rope,
+    rope_Q: Rope,
+    mask: LayerMask,
+    flex: FlexKernel,
+) -> torch.Tensor:
+    """One layer of the packed form, context keys and values included; the unit that may be compiled."""
+    context_k, context_v = layer.self_attn.key_value(context_TH, rope_T)
+    return layer(x_QH, rope_Q, lambda q, k, v: attend(mask, q, k, v, context_k, context_v, flex))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the packed form calls; `compile_cache.compiled_kernels` gives the compiled ones of a device."""
+
+    flex: FlexKernel = plain_flex
+    build_block_mask: BlockMaskBuilder = plain_block_mask
+    run_layer: LayerRunner = run_layer

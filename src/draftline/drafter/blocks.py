@@ -114,6 +114,45 @@ def anchor_slots(config: ObjectiveConfig, lengths: Sequence[int], row_tokens: in
     return next((size for size in sizes if size >= need), sizes[-1])
 
 
+def warm_up_rows(
+    spec: DrafterSpec, config: ObjectiveConfig, *, row_tokens: int, device: torch.device, dtype: torch.dtype
+) -> list[HiddenStateRow]:
+    """Rows of zeros that reach every number of anchor slots a full-length row can have, for compiling ahead.
+
+    They carry a final hidden state (post norm), so that a step with a teacher can run on them.
+    """
+    rows, below = [], 0
+    for size in anchor_slot_sizes(config, row_tokens):
+        lengths = [row_tokens]
+        if config.anchors_per == "conversation":
+            whole, rest = divmod(below + 1, config.anchors)
+            lengths = [config.anchors + 1] * whole + ([rest + 1] if rest else [])
+        if sum(lengths) <= row_tokens:
+            rows.append(pad_row(_blank_row(spec, tuple(lengths), device, dtype), row_tokens))
+        below = size
+    return rows
+
+
+def _blank_row(spec: DrafterSpec, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> HiddenStateRow:
+    n_tokens = sum(lengths)
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+    return HiddenStateRow(
+        row_id=-1,
+        epoch=0,
+        sample_ids=tuple(f"warm-up-{i}" for i in range(len(lengths))),
+        lengths=lengths,
+        input_ids_T=torch.zeros(n_tokens, dtype=torch.int64, device=device),
+        loss_mask_T=torch.ones(n_tokens, dtype=torch.bool, device=device),
+        document_ids_T=torch.from_numpy(documents).to(device),
+        position_ids_T=torch.from_numpy(positions).to(device),
+        taps_TF=torch.zeros(n_tokens, len(spec.taps) * spec.hidden_size, dtype=dtype, device=device),
+        final_hidden_TH=torch.zeros(n_tokens, spec.hidden_size, dtype=dtype, device=device),
+        final_hidden_norm="post",
+        tap_layer_ids=spec.taps,
+    )
+
+
 def eligible_anchors(row: HiddenStateRow) -> torch.Tensor:
     """bool (T,): p and p + 1 are supervised tokens of one document.
 

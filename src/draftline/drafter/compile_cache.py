@@ -31,9 +31,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask
 
-from draftline.drafter.attention import plain_flex
+from draftline.drafter.attention import Kernels, plain_flex, run_layer
 from draftline.drafter.masks import FlexMask, plain_block_mask
-from draftline.drafter.model import Kernels, run_layer
 from draftline.errors import RunFailedError
 
 # A drafter needs a handful of graphs a device (two mask kinds, with and without gradient, per block count).

@@ -15,7 +15,6 @@ N query heads, M key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,24 +23,10 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftline.config.drafter_spec import DrafterSpec, LayerType
-from draftline.drafter.attention import FlexKernel, attend, masked_attention, plain_flex
-from draftline.drafter.masks import (
-    AttentionPath,
-    BlockMaskBuilder,
-    DrafterMasks,
-    LayerMask,
-    MaskRule,
-    build_masks,
-    mask_rule,
-    plain_block_mask,
-)
+from draftline.drafter.attention import Attend, Kernels, KeyValue, Rope, masked_attention
+from draftline.drafter.masks import AttentionPath, DrafterMasks, MaskRule, build_masks, mask_rule
 from draftline.drafter.spec import LENGTH_DEPENDENT_ROPE
 from draftline.errors import UserError
-
-Rope = tuple[torch.Tensor, torch.Tensor]
-KeyValue = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-LayerRunner = Callable[["DrafterLayer", torch.Tensor, torch.Tensor, Rope, Rope, LayerMask, FlexKernel], torch.Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -179,29 +164,6 @@ class DrafterLayer(nn.Module):
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
 
-def run_layer(
-    layer: DrafterLayer,
-    x_QH: torch.Tensor,
-    context_TH: torch.Tensor,
-    rope_T: Rope,
-    rope_Q: Rope,
-    mask: LayerMask,
-    flex: FlexKernel,
-) -> torch.Tensor:
-    """One layer of the packed form, context keys and values included; the unit that may be compiled."""
-    context_k, context_v = layer.self_attn.key_value(context_TH, rope_T)
-    return layer(x_QH, rope_Q, lambda q, k, v: attend(mask, q, k, v, context_k, context_v, flex))
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """What the packed form calls; `compile_cache.compiled_kernels` gives the compiled ones of a device."""
-
-    flex: FlexKernel = plain_flex
-    build_block_mask: BlockMaskBuilder = plain_block_mask
-    run_layer: LayerRunner = run_layer
-
-
 class DrafterCache:
     """Context keys and values of every layer, in growing buffers. Holds committed context only, never block slots.
 
@@ -267,7 +229,7 @@ class Drafter(nn.Module):
             )
         self.spec = spec
         self.attention: AttentionPath = attention
-        self.kernels = Kernels()
+        self.kernels: Kernels | None = None  # None: those of the device, see `default_kernels`
         self.layers = nn.ModuleList(DrafterLayer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(spec)
@@ -287,6 +249,9 @@ class Drafter(nn.Module):
                 drawn = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
                 parameter.copy_(drawn.normal_(0.0, self.spec.initializer_range, generator=generator))
 
+    def _ready_kernels(self) -> Kernels:
+        return self.kernels or default_kernels(self.fc.weight.device)
+
     def _decoder_layers(self) -> list[DrafterLayer]:
         return cast("list[DrafterLayer]", list(self.layers))
 
@@ -300,7 +265,7 @@ class Drafter(nn.Module):
             anchors_A,
             document_A,
             attention=self.attention,
-            build_block_mask=self.kernels.build_block_mask,
+            build_block_mask=self._ready_kernels().build_block_mask,
         )
 
     def context(self, taps_TF: torch.Tensor) -> torch.Tensor:
@@ -330,9 +295,9 @@ class Drafter(nn.Module):
         context_TH = self.context(taps_TF)
         rope_T = self.rotary_emb(context_positions_T, x_QH.dtype)
         rope_Q = self.rotary_emb(block_positions_Q, x_QH.dtype)
-        run = self.kernels.run_layer
+        kernels = self._ready_kernels()
         for layer, kind in zip(self._decoder_layers(), self.spec.layer_types, strict=True):
-            x_QH = run(layer, x_QH, context_TH, rope_T, rope_Q, mask[kind], self.kernels.flex)
+            x_QH = kernels.run_layer(layer, x_QH, context_TH, rope_T, rope_Q, mask[kind], kernels.flex)
         return self.norm(x_QH)
 
     def new_cache(self, capacity_tokens: int = 0) -> DrafterCache:
@@ -372,6 +337,15 @@ class Drafter(nn.Module):
             held = cache.read(index, self._rules[kind].context_floor(start), start)
             x_BH = layer(x_BH, rope_B, _attend_cached(held, visible[kind]))
         return self.norm(x_BH)
+
+
+def default_kernels(device: torch.device) -> Kernels:
+    """Compiled kernels of the process's cache on a GPU, where uncompiled flex_attention would hold all scores."""
+    if device.type != "cuda":
+        return Kernels()
+    from draftline.drafter.compile_cache import compiled_kernels, process_cache  # loads torch's compiler
+
+    return compiled_kernels(process_cache().device(str(device)))
 
 
 def _block_visibility(rule: MaskRule, start: int, slots_B: torch.Tensor) -> torch.Tensor | None:

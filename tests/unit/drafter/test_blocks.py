@@ -22,6 +22,7 @@ from draftline.drafter.blocks import (
     eligible_anchors,
     pad_row,
     sample_seed,
+    warm_up_rows,
 )
 from draftline.records import HiddenStateRow
 
@@ -155,6 +156,19 @@ def test_slots_per_conversation_take_few_sizes_that_hold_all_shares() -> None:
     row = replace(make_row((30, 30, 4)), loss_mask_T=torch.ones(64, dtype=torch.bool))
     counts = [len(found) for found in by_sample(row, draw(row, anchors=10, anchors_per="conversation")).values()]
     assert counts == [10, 10, 3]
+
+
+@pytest.mark.parametrize("anchors_per", ["row", "conversation"])
+@pytest.mark.parametrize("anchors", [3, 10, 64])
+def test_warm_up_rows_reach_every_number_of_slots_that_real_rows_can_need(anchors_per: str, anchors: int) -> None:
+    config = ObjectiveConfig(anchors=anchors, anchors_per=anchors_per)  # type: ignore[arg-type]
+    rows = warm_up_rows(SPEC, config, row_tokens=64, device=torch.device("cpu"), dtype=torch.float32)
+    warmed = [draw_blocks(row, SPEC, config, row_tokens=64, seed=0).anchors_A.shape[0] for row in rows]
+    assert all(row.taps_TF.shape == (64, 64) for row in rows)
+    assert warmed == sorted(set(warmed))
+    for count in range(1, 32):
+        short = 64 // count
+        assert anchor_slots(config, (short,) * count, 64) in warmed
 
 
 def test_inputs_labels_positions_and_teacher_of_each_slot() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from drafter_rows import blocks_at, make_row, packed_hidden, tiny_drafter, tiny_spec
 
+from draftline.drafter.attention import Kernels, plain_flex
 from draftline.drafter.compile_cache import (
     CompileCache,
     CompileGate,
@@ -24,6 +25,8 @@ from draftline.drafter.compile_cache import (
     process_cache,
     process_gate,
 )
+from draftline.drafter.masks import plain_block_mask
+from draftline.drafter.model import default_kernels
 from draftline.errors import RunFailedError
 
 WAIT_S = 60.0
@@ -313,9 +316,17 @@ def test_a_function_is_compiled_once_and_shared_by_copies_of_a_drafter() -> None
     assert compiler.compiled(scaled_sum) is compiler.compiled(scaled_sum)
     drafter = tiny_drafter(tiny_spec(), "flex")
     drafter.kernels = compiled_kernels(compiler)
-    assert copy.deepcopy(drafter).kernels.flex is drafter.kernels.flex
+    copied = copy.deepcopy(drafter)
+    assert copied.kernels is not None and copied.kernels.flex is drafter.kernels.flex
     with pytest.raises(TypeError, match="plain functions"):
         compiler.compiled(torch.nn.Linear(1, 1))
+
+
+def test_kernels_are_compiled_by_default_on_a_gpu_and_only_there() -> None:
+    assert default_kernels(torch.device("cpu")) == Kernels()
+    ours = default_kernels(torch.device("cuda", 1))
+    assert ours.flex is process_cache().device("cuda:1").compiled(plain_flex)
+    assert ours.build_block_mask is process_cache().device("cuda:1").compiled(plain_block_mask)
 
 
 def test_signatures_tell_apart_what_graphs_depend_on() -> None:
