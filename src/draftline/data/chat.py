@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from draftline.data.messages import Message, Turns
@@ -74,6 +76,28 @@ def prompt_ids(template: ChatTemplate, messages: Sequence[Message], tools: Tools
     return template.tokenize(template.render(messages, tools, ask=True))[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Ids with the characters each covers, in order."""
+
+    ids: list[int]
+    starts: list[int]
+    stops: list[int]
+
+    @classmethod
+    def of(cls, ids: list[int], offsets: list[tuple[int, int]]) -> _Tokens:
+        return cls(ids, [start for start, _ in offsets], [stop for _, stop in offsets])
+
+    def range_of(self, start: int, stop: int) -> tuple[int, int]:
+        """First and one-past-last token that begin in text[start:stop]."""
+        return bisect_left(self.starts, start), bisect_left(self.starts, stop)
+
+    def reach_over(self, edge: int) -> bool:
+        """Whether a token covers characters on both sides of `edge`."""
+        before = bisect_left(self.starts, edge) - 1
+        return before >= 0 and self.stops[before] > edge
+
+
 class ChatEncoder:
     """Encodes conversations under one length limit.
 
@@ -109,13 +133,13 @@ class ChatEncoder:
         if answer_cut and places[-1] is None:
             raise RejectedError("inexact mask", "the cut answer cannot be found in the rendered conversation")
         spans = [span for span in places if span is not None]
-        ids, offsets = self._tokenize(text, spans)
-        mask, exact = [False] * len(ids), 0
+        tokens = self._tokenize(text, spans)
+        mask, exact = [False] * len(tokens.ids), 0
         for span in spans:
-            exact += self._mark(mask, ids, offsets, text, span, with_end=not (answer_cut and span is places[-1]))
+            exact += self._mark(mask, tokens, text, span, with_end=not (answer_cut and span is places[-1]))
         if not exact:
             raise RejectedError("inexact mask", "no assistant turn is rendered exactly as it was written")
-        return self._finish(ids, mask, turns_left_out=len(places) - exact)
+        return self._finish(tokens.ids, mask, turns_left_out=len(places) - exact)
 
     def encode_generated(
         self, messages: Sequence[Message], tools: Tools, answer_ids: Sequence[int], *, prompt_hash: str | None = None
@@ -159,47 +183,44 @@ class ChatEncoder:
         same = self.template.tokenize(other)[0] == self.template.tokenize(text)[0]
         return (composed, other) if same else (messages, text)
 
-    def _tokenize(self, text: str, spans: Sequence[TurnSpan]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text; where a token would reach over the edge of a turn, the text is cut there first.
+    def _tokenize(self, text: str, spans: Sequence[TurnSpan]) -> _Tokens:
+        """Tokens of the text; where one would reach over the edge of a turn, the text is cut there first.
 
         The target too begins its answer on a fresh token, so the cut is what serving does.
         """
-        ids, offsets = self.template.tokenize(text)
-        cuts = sorted(_straddled_edges(offsets, spans))
+        tokens = _Tokens.of(*self.template.tokenize(text))
+        cuts = sorted(edge for edge in {e for s in spans for e in (s.earliest, s.stop)} if tokens.reach_over(edge))
         if not cuts:
-            return ids, offsets
-        ids, offsets = [], []
+            return tokens
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             piece_ids, piece_offsets = self.template.tokenize(text[start:stop])
             ids += piece_ids
             offsets += [(a + start, b + start) for a, b in piece_offsets]
         if self.template.decode(ids) != text:
             raise RejectedError("inexact mask", "a token reaches over the edge of an assistant turn")
-        return ids, offsets
+        return _Tokens.of(ids, offsets)
 
-    def _mark(
-        self,
-        mask: list[bool],
-        ids: Sequence[int],
-        offsets: Sequence[tuple[int, int]],
-        text: str,
-        span: TurnSpan,
-        *,
-        with_end: bool,
-    ) -> bool:
+    def _mark(self, mask: list[bool], tokens: _Tokens, text: str, span: TurnSpan, *, with_end: bool) -> bool:
         """Set the mask of one turn if its tokens spell exactly its text; tells whether they do."""
-        words = [i for i, (a, b) in enumerate(offsets) if a < b and span.earliest <= a < span.stop and b > span.start]
-        if not words:
+        first, stop = tokens.range_of(span.earliest, span.stop)
+        while first < stop and tokens.stops[first] <= span.start:
+            first += 1  # white space of the template
+        if first == stop or tokens.stops[stop - 1] != span.stop:
             return False
-        first, last = words[0], words[-1]
-        spelled = text[min(offsets[first][0], span.start) : span.stop]
-        if offsets[last][1] != span.stop or not self._decodes_to(ids, first, last + 1, spelled):
+        spelled = text[min(tokens.starts[first], span.start) : span.stop]
+        if not self._decodes_to(tokens.ids, first, stop, spelled):
             return False
-        ends = [i for i, (a, b) in enumerate(offsets) if span.end_start <= a < b <= span.end_stop] if with_end else []
-        if ends and (offsets[ends[0]][0], offsets[ends[-1]][1]) != (span.end_start, span.end_stop):
-            ends = []  # the end shares a token with what follows, which the target never wrote
-        for i in [*range(first, last + 1), *ends]:
-            mask[i] = True
+        mask[first:stop] = [True] * (stop - first)
+        first, stop = tokens.range_of(span.end_start, span.end_stop)
+        # An end that shares a token with what follows is not what the target wrote.
+        if (
+            with_end
+            and first < stop
+            and (tokens.starts[first], tokens.stops[stop - 1]) == (span.end_start, span.end_stop)
+        ):
+            mask[first:stop] = [True] * (stop - first)
         return True
 
     def _decodes_to(self, ids: Sequence[int], first: int, stop: int, text: str) -> bool:
@@ -217,8 +238,7 @@ class ChatEncoder:
         truncated = end > self.max_tokens
         mask = mask[: min(end, self.max_tokens)]
         # A block is an anchor and at least one label behind it.
-        pairs = [i for i in range(1, len(mask)) if mask[i - 1] and mask[i]]
-        if not pairs:
+        if not any(one and other for one, other in pairwise(mask)):
             raise RejectedError("no supervised token left", "fewer than two supervised tokens in a row are left")
         return EncodedConversation(ids[: len(mask)], mask, mask.index(True), truncated, turns_left_out)
 
@@ -241,12 +261,6 @@ def _until_last_answer(messages: Sequence[Message]) -> list[Message]:
     if not answers:
         raise RejectedError("no assistant turn", "there is no assistant turn to learn from")
     return list(messages[: answers[-1] + 1])
-
-
-def _straddled_edges(offsets: Sequence[tuple[int, int]], spans: Sequence[TurnSpan]) -> set[int]:
-    """Edges of turns that lie inside a token; white space before the words may share a token with them."""
-    edges = {edge for span in spans for edge in (span.earliest, span.stop)}
-    return {edge for a, b in offsets if b - a > 1 for edge in range(a + 1, b) if edge in edges}
 
 
 def _composed(value: Any) -> Any:

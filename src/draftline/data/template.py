@@ -95,8 +95,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included and nothing tidied."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     @cached_property
     def fingerprint(self) -> str:

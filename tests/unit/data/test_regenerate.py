@@ -107,6 +107,12 @@ def test_sampled_answers_depend_on_prompt_and_seed_and_not_on_the_batch(tmp_path
     assert sum(a[name] != c[name] for name in a.keys() & c.keys()) > N // 2
 
 
+def test_the_same_words_under_two_ids_are_sampled_independently(tmp_path: Path, target: TargetConfig) -> None:
+    source = kit.write_lines(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": "hello"} for i in range(8)])
+    run(source, tmp_path / "a.jsonl", target)
+    assert len(set(map(tuple, by_id(tmp_path / "a.jsonl").values()))) > 4
+
+
 def test_sampler_draws_from_the_distribution_after_temperature_top_k_and_top_p() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
     draws = 4000
