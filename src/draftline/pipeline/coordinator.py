@@ -124,11 +124,13 @@ class PipelineCoordinator:
         self._plan, self._folder, self._reporter = plan, folder, reporter
         for line in folder.passed_over:
             reporter.say(f"checkpoint passed over: {line}")
-        for report in prove_targets(plan, list(targets)):
-            reporter.say(f"target self-test: {report.summary()}")
+        reports = prove_targets(plan, targets)
+        for report in reports.values():
+            for line in (report.line(), *report.notes):
+                reporter.say(line)
         checkpoint = folder.checkpoint
         self.drafters = make_drafters(plan, targets[0], checkpoint)
-        captures = make_captures(plan, list(targets))
+        captures = make_captures(plan, targets, reports)
         synchronizer = Synchronizer(plan.config.sync)
         synchronizer.begin([w.replica for w in self.drafters])
         state = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,16 +42,21 @@ def load_targets(plan: RunPlan) -> list[LoadedTarget]:
     return loaded
 
 
-def prove_targets(plan: RunPlan, targets: list[LoadedTarget]) -> list[SelfTestReport]:
-    """The start-up self-test, once for each target that has weights of its own."""
-    distinct = {id(t.model): t for t in targets}
-    return [self_test(target, plan.spec.taps) for target in distinct.values()]
+def prove_targets(plan: RunPlan, targets: Sequence[LoadedTarget]) -> dict[int, SelfTestReport]:
+    """The start-up self-test, once for each target that has weights of its own; reports by `id` of its model."""
+    distinct = {id(target.model): target for target in targets}
+    return {key: self_test(target, plan.spec.taps) for key, target in distinct.items()}
 
 
-def make_captures(plan: RunPlan, targets: list[LoadedTarget]) -> list[TargetCapture]:
-    """A capture of its own for each worker."""
+def make_captures(
+    plan: RunPlan, targets: Sequence[LoadedTarget], reports: Mapping[int, SelfTestReport]
+) -> list[TargetCapture]:
+    """A capture of its own for each worker, in the layout that the self-test settled on."""
     want_final = plan.config.objective.needs_teacher
-    return [TargetCapture(target, plan.spec.taps, want_final=want_final) for target in targets]
+    return [
+        TargetCapture(target, plan.spec.taps, want_final=want_final, layout=reports[id(target.model)].layout)
+        for target in targets
+    ]
 
 
 def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | None) -> list[DrafterWorker]:
