@@ -28,7 +28,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftline.drafter.head import HeadForm, Teacher, plan_slots, product, run_head
+from draftline.drafter.head_fp8 import Fp8Head, quantize_head, require_fp8
 from draftline.drafter.loss import LossTerms
+from draftline.errors import UserError
 from draftline.records import FrozenHead
 
 GIB = 2**30
@@ -65,6 +67,7 @@ class Variant:
     chunk: int
     form: HeadForm = "fused"
     plain_bf16: bool = False
+    fp8: bool = False
 
     @property
     def products(self) -> int:
@@ -81,6 +84,7 @@ class Problem:
         weight = torch.randn(shape.vocab, shape.hidden, generator=g, device=device, dtype=dtype)
         weight.mul_(1.5 / shape.hidden**0.5)
         self.head = FrozenHead(weight)
+        self._head8: Fp8Head | None = None
         self.hidden = torch.randn(shape.positions, shape.hidden, generator=g, device=device, dtype=dtype)
         self.hidden.requires_grad_()
         self.label = torch.randint(0, shape.vocab, (shape.positions,), generator=g, device=device)
@@ -97,12 +101,19 @@ class Problem:
             return self._run_plain(variant.chunk)
         plan = plan_slots(self.mask, self.index, chunk=variant.chunk)
         teacher = Teacher(self.head, self.teacher) if variant.terms.needs_teacher else None
-        out = run_head(self.hidden, self.label, plan, self.head, variant.terms, teacher, form=variant.form)
+        head = self._in_fp8() if variant.fp8 else self.head
+        out = run_head(self.hidden, self.label, plan, head, variant.terms, teacher, form=variant.form)
         weight = self.weight.to(out.values.ce.dtype)
         out.backward(weight)
         coefficients = variant.terms.coefficients().items()
         total = sum((c * getattr(out.values, name) for name, c in coefficients if c), torch.zeros_like(weight))
         return (weight * total).sum()
+
+    def _in_fp8(self) -> Fp8Head:
+        """Made at first use, in the warm-up: a run makes it once."""
+        if self._head8 is None:
+            self._head8 = quantize_head(self.head)
+        return self._head8
 
     def _run_plain(self, chunk: int) -> Tensor:
         """What one would write first: logits of the compute dtype, cross-entropy in fp32, a checkpoint per chunk."""
@@ -122,7 +133,16 @@ class Problem:
         return total.detach()
 
 
-def make_variants(chunks: list[int]) -> list[Variant]:
+def has_fp8(device: torch.device) -> bool:
+    try:
+        require_fp8(device)
+    except UserError as reason:
+        print(f"without the fp8 form: {reason}")
+        return False
+    return True
+
+
+def make_variants(chunks: list[int], fp8: bool) -> list[Variant]:
     ce = LossTerms()
     recipe = LossTerms(ce=0.85, kl=0.15, cap=0.1)
     variants = [
@@ -136,6 +156,11 @@ def make_variants(chunks: list[int]) -> list[Variant]:
             Variant(f"fused_kl_cap_{chunk}", recipe, chunk),
             Variant(f"fused_all_{chunk}", replace(recipe, tv=0.1, reverse_kl=0.1), chunk),
         ]
+        if fp8:
+            variants += [
+                Variant(f"fp8_ce_{chunk}", ce, chunk, fp8=True),
+                Variant(f"fp8_kl_cap_{chunk}", recipe, chunk, fp8=True),
+            ]
     return variants
 
 
@@ -239,6 +264,7 @@ def describe(variant: Variant, times: list[float], peak: int | None, shape: Shap
     return {
         "chunk": variant.chunk,
         "form": variant.form,
+        "products": "fp8" if variant.fp8 else "compute dtype",
         "terms": {name: c for name, c in variant.terms.coefficients().items() if c},
         "median_s": seconds,
         "rounds_s": times,
@@ -310,7 +336,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape, checked = (TINY, TINY) if arguments.tiny else (Shape(), CHECKED)
-    variants = make_variants([int(c) for c in arguments.chunks.split(",")])
+    variants = make_variants([int(c) for c in arguments.chunks.split(",")], has_fp8(device))
     watch = Stopwatch(device)
     errors = check_gradients(checked, variants, device, dtype)
     ceiling = measure_ceiling(device, dtype, 256 if arguments.tiny else 8192, watch)

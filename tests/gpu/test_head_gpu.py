@@ -9,6 +9,7 @@ import torch
 
 from draftline.drafter.head import HeadOutput, Teacher, plan_slots, run_head
 from draftline.drafter.head_chunk import TeacherRows, torch_chunk
+from draftline.drafter.head_fp8 import quantize_head
 from draftline.drafter.loss import LossTerms
 from draftline.records import FrozenHead
 
@@ -92,6 +93,16 @@ def test_bf16_gradient_is_within_one_percent_of_fp64(name: str, form: str) -> No
     exact.run(TERMS[name], 4096, "checkpointed")
     wanted = exact.hidden.grad
     assert float((problem.hidden.grad.double() - wanted).norm() / wanted.norm()) <= 1e-2
+
+
+def test_fp8_gradient_is_within_three_percent_of_fp64() -> None:
+    problem = Problem()
+    exact = problem.double()
+    exact.run(LossTerms(cap=0.1), 4096, "checkpointed")
+    problem.head = quantize_head(problem.head)
+    problem.run(LossTerms(cap=0.1), 300)
+    wanted = exact.hidden.grad
+    assert float((problem.hidden.grad.double() - wanted).norm() / wanted.norm()) <= 3e-2
 
 
 def test_peak_memory_follows_the_chunk_and_not_the_row() -> None:

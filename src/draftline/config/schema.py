@@ -140,6 +140,15 @@ class ObjectiveConfig(Section):
         default="fused", description="fused: gradient formed in the forward."
     )
     head_chunk_positions: int = Field(default=2048, ge=1, description="Positions whose logits live at once.")
+    head_dtype: Literal["compute", "fp8"] = Field(
+        default="compute", description="fp8: the head's products in fp8 in training (GPUs of capability 8.9 and up)."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_dtype == "fp8" and self.head != "fused":
+            raise ValueError("objective.head_dtype fp8 needs objective.head fused; set one of them otherwise")
+        return self
 
     @property
     def needs_teacher(self) -> bool:

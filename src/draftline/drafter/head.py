@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftline.drafter import loss
 from draftline.drafter.head_chunk import VALUE_FIELDS, TeacherRows, apply_head_, torch_chunk
+from draftline.drafter.head_fp8 import Fp8Head, gradient_product_fp8, project_fp8
 from draftline.drafter.loss import LossTerms
 from draftline.records import FrozenHead
 
@@ -193,7 +194,8 @@ def run_head(
         hidden_QH: the drafter's output; the compute dtype is the head weight's.
         label_Q: int64 labels of the data (any value where a slot is dropped).
         plan: from `plan_slots`, of the same Q slots.
-        head: the draft's head: the target's weight with the soft cap and multiplier that the export names.
+        head: the draft's head: the target's weight with the soft cap and multiplier that the export names. An
+            `Fp8Head` forms both products in fp8 (fused form only).
         terms: what to form.
         teacher: needed if `terms.needs_teacher`.
         with_gradient: False for validation.
@@ -219,6 +221,8 @@ def run_head(
 
 def project(x_NH: Tensor, head: FrozenHead) -> Tensor:
     """Raw products x W^T [N, V] in the statistics dtype. The only place where rows of logits are made."""
+    if isinstance(head, Fp8Head):
+        return project_fp8(x_NH, head)
     return product(x_NH.to(head.weight_VH.dtype), head.weight_VH.t())
 
 
@@ -272,7 +276,11 @@ def _fused_chunk(
     values_FC, gradient_CV = form_chunk(raw_CV, head, label_Q[slots_C], terms, rows, gradient_dtype)
     values_FQ[:, slots_C] = values_FC
     if gradient_CV is not None and unit_QH is not None:
-        gradient_CH = product(gradient_CV, head.weight_VH).mul_(head.multiplier)
+        if isinstance(head, Fp8Head):
+            gradient_CH = gradient_product_fp8(gradient_CV, head)
+        else:
+            gradient_CH = product(gradient_CV, head.weight_VH)
+        gradient_CH.mul_(head.multiplier)
         unit_QH.index_copy_(0, slots_C, gradient_CH.to(unit_QH.dtype))
 
 

@@ -16,6 +16,7 @@ from draftline.drafter.head_kernels import (
     STATISTICS,
     distances_kernel,
     gradient_kernel,
+    quantize_rows_kernel,
     row_statistics_kernel,
 )
 from draftline.drafter.loss import LossTerms, keep_top_k
@@ -83,6 +84,21 @@ def _launch_chunk(
         gradient_CV = torch.empty(raw_CV.shape, dtype=gradient_dtype, device=raw_CV.device)
         _launch_gradient(raw_CV, head, label_C, table, rows, terms, distance_C4, gradient_CV, kl_first)
     return _values(table, distance_C4, agrees_C, terms), gradient_CV
+
+
+def quantize_rows_kernel_form(
+    gradient_CV: Tensor, dtype: torch.dtype, dtype_max: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`head_fp8.quantize_rows` in one kernel: two reads of the gradient, one write of fp8."""
+    n_rows, n_vocab = gradient_CV.shape
+    g8_CV = torch.empty(gradient_CV.shape, dtype=dtype, device=gradient_CV.device)
+    scale_C, value_C = (torch.empty(n_rows, dtype=torch.float32, device=gradient_CV.device) for _ in range(2))
+    largest_C = torch.empty(n_rows, dtype=torch.int64, device=gradient_CV.device)
+    with torch.cuda.device_of(gradient_CV):
+        quantize_rows_kernel[(n_rows,)](
+            gradient_CV, g8_CV, scale_C, largest_C, value_C, n_vocab, dtype_max, **_launch_options()
+        )
+    return g8_CV, scale_C, largest_C, value_C
 
 
 def _values(table_C8: Tensor, distance_C4: Tensor, agrees_C: Tensor, terms: LossTerms) -> Tensor:

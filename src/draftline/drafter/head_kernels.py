@@ -254,3 +254,44 @@ def gradient_kernel(
         tl.store(g_ptr + index, g.to(g_ptr.dtype.element_ty), mask=inside)
     if KL_VALUE:
         tl.store(distance_ptr + row * 4, tl.sum(kl))
+
+
+@triton.jit
+def quantize_rows_kernel(
+    g_ptr: tl.tensor,
+    g8_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    n_vocab: tl.tensor,
+    fp8_max: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows without their largest entry, scaled so that the next one is `fp8_max`; see `head_fp8.quantize_rows`."""
+    row = tl.program_id(0).to(tl.int64)
+    g_ptr += row * n_vocab
+    g8_ptr += row * n_vocab
+    lane = tl.arange(0, BLOCK)
+    first = tl.full([BLOCK], -1.0, tl.float32)
+    second = tl.full([BLOCK], 0.0, tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n_vocab, BLOCK):
+        index = start + lane
+        size = tl.abs(tl.load(g_ptr + index, mask=index < n_vocab, other=0.0).to(tl.float32))
+        is_new = size > first
+        second = tl.maximum(second, tl.where(is_new, first, size))
+        where = tl.where(is_new, index, where)
+        first = tl.where(is_new, size, first)
+    peak = tl.max(first)
+    largest = tl.min(tl.where(first == peak, where, n_vocab))
+    rest = tl.max(tl.where(where == largest, second, first))
+    scale = tl.maximum(rest / fp8_max, 1e-30)
+    for start in range(0, n_vocab, BLOCK):
+        index = start + lane
+        inside = index < n_vocab
+        g = tl.load(g_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        g = tl.where(index == largest, 0.0, g / scale)
+        tl.store(g8_ptr + index, g.to(g8_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale)
+    tl.store(largest_ptr + row, largest.to(tl.int64))
+    tl.store(value_ptr + row, tl.load(g_ptr + largest).to(tl.float32))

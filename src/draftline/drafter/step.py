@@ -19,6 +19,7 @@ from torch import Tensor
 from draftline.config.schema import ObjectiveConfig
 from draftline.drafter.blocks import VALIDATION_EPOCH, BlockBatch, apply_feature_noise, draw_blocks, pad_row
 from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head
+from draftline.drafter.head_fp8 import quantize_head, require_fp8
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
 from draftline.drafter.metrics import RowOutcome, StepStats, sum_row
 from draftline.drafter.model import Drafter
@@ -69,7 +70,10 @@ class DrafterStep:
     ) -> None:
         if objective.needs_teacher and teacher is None:
             raise UserError("the objective needs a teacher, but no target head was given", where="objective")
+        if objective.head_dtype == "fp8":
+            require_fp8(head.weight_VH.device)
         self._drafter, self._embedding, self._head = drafter, embedding, head
+        self._training_head = quantize_head(head) if objective.head_dtype == "fp8" else head
         self._objective, self._terms = objective, LossTerms.of(objective)
         self._teacher_head, self._final_norm = teacher, final_norm
         self._row_tokens, self._seed, self._static_shapes = row_tokens, seed, static_shapes
@@ -146,7 +150,7 @@ class DrafterStep:
             hidden_QH,
             prepared.blocks.labels_AB.flatten(),
             prepared.plan,
-            self._head,
+            self._training_head if with_gradient else self._head,
             self._terms,
             prepared.teacher,
             with_gradient=with_gradient,

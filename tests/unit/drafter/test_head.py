@@ -9,13 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from draftline.config.schema import Decay, DPaceDecay, ExponentialDecay, NoDecay
+from draftline.config.schema import Decay, DPaceDecay, ExponentialDecay, NoDecay, ObjectiveConfig
 from draftline.drafter import head as head_module
 from draftline.drafter.head import HeadForm, Teacher, plan_slots, run_head
 from draftline.drafter.head_chunk import excess
+from draftline.drafter.head_fp8 import quantize_head, quantize_rows, require_fp8
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
+from draftline.errors import UserError
 from draftline.records import FrozenHead
 from objective_kit import Case, dense_logits, dense_reference, dense_slot_terms, make_case
 
@@ -165,6 +168,37 @@ def test_values_per_slot_are_those_of_the_reference() -> None:
         assert int(values.rank[slot]) == int((z > z[label]).sum())
         assert float(values.confidence[slot]) == pytest.approx(float(torch.softmax(z, 0).max()))
         assert bool(values.agrees[slot]) == (int(t.argmax()) == int(case.label_Q[slot]))
+
+
+def test_fp8_products_cost_a_few_percent_of_the_gradient_at_most() -> None:
+    case = make_case(blocks=40, hidden=64, vocab=512, masks="off", dtype=torch.bfloat16, seed=1)
+    case.head = case.teacher_head = FrozenHead((case.head.weight_VH * 0.125).to(torch.bfloat16), multiplier=1.5)
+    decay, plain_decay = DECAYS["exponential"]
+    wanted = dense_reference(case, LossTerms(cap=0.1), plain_decay)
+    case.head = quantize_head(case.head)
+    numerator, _, gradient = pass_head(case, LossTerms(cap=0.1), decay, chunk=64)
+    assert 1e-4 < relative(gradient, wanted.gradient_QH) < 3e-2
+    assert float(numerator) == pytest.approx(float(wanted.numerator), rel=1e-2)
+
+
+def test_fp8_keeps_the_largest_entry_of_a_row_exact() -> None:
+    gradient = torch.softmax(4 * torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), -1)
+    gradient[0, 5] = -1.5
+    g8, scale, largest, value = quantize_rows(gradient)
+    assert int(largest[0]) == 5
+    assert torch.equal(value, gradient.gather(-1, largest[:, None])[:, 0])
+    rebuilt = (g8.float() * scale[:, None]).scatter(-1, largest[:, None], value[:, None])
+    assert float((rebuilt - gradient).abs().max()) <= float((gradient.abs() * 2**-4).max())
+    assert float((rebuilt - gradient).norm() / gradient.norm()) < 0.03
+
+
+def test_fp8_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(UserError, match="needs a GPU"):
+        require_fp8(torch.device("cpu"))
+    with pytest.raises(UserError, match="multiples of 16"):
+        quantize_head(FrozenHead(torch.zeros(50_257, 64)))
+    with pytest.raises(ValidationError, match="fp8 needs objective"):
+        ObjectiveConfig(head_dtype="fp8", head="checkpointed")
 
 
 class Recorder:

@@ -234,6 +234,11 @@ def test_a_missing_teacher_is_named() -> None:
     assert float(plain.forward_backward(replace(row64(), final_hidden_TH=None)).denominator) > 0
 
 
+def test_fp8_on_a_cpu_is_one_clear_line() -> None:
+    with pytest.raises(UserError, match="fp8 needs a GPU, but the drafter is on cpu"):
+        make_step(RECIPE.model_copy(update={"head_dtype": "fp8"}))
+
+
 def test_a_bf16_drafter_trains_with_fp32_statistics() -> None:
     row = random_row((50, 30), SPEC, dtype=torch.bfloat16)
     wide = replace(row, taps_TF=row.taps_TF.double(), final_hidden_TH=row.final_hidden_TH.double())
