@@ -10,6 +10,7 @@ starts before the forward is launched (see `head.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftline.config.schema import ObjectiveConfig
-from draftline.drafter.blocks import VALIDATION_EPOCH, BlockBatch, apply_feature_noise, draw_blocks, pad_row
+from draftline.drafter.blocks import (
+    VALIDATION_EPOCH,
+    BlockBatch,
+    anchor_slot_sizes,
+    anchor_slots,
+    apply_feature_noise,
+    draw_blocks,
+    pad_row,
+)
 from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head
 from draftline.drafter.head_fp8 import quantize_head, require_fp8
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
@@ -101,6 +110,50 @@ class DrafterStep:
             return self._empty_row(row)
         hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
         return self._finish(prepared, self._pass_head(prepared, hidden_QH, with_gradient=False), train=False)
+
+    def warm_up(self) -> None:
+        """A training and a validation step on made-up rows, one for each shape that rows can take.
+
+        Compiles whatever is compiled lazily (layers, masks, kernels of the head); gradients are left as they were.
+        """
+        kept = [parameter.grad for parameter in self._drafter.parameters()]
+        self._drafter.zero_grad(set_to_none=True)  # a backward adds in place to what is there
+        for row in self._made_up_rows():
+            self.forward_backward(row)
+            self.evaluate(row)
+        for parameter, gradient in zip(self._drafter.parameters(), kept, strict=True):
+            parameter.grad = gradient
+
+    def _made_up_rows(self) -> Iterator[HiddenStateRow]:
+        """Full rows of one sample, two, three, ... until each number of anchor slots has come up."""
+        missing = set(anchor_slot_sizes(self._objective, self._row_tokens))
+        for n_samples in range(1, self._row_tokens // 2 + 1):
+            lengths = (self._row_tokens // n_samples,) * n_samples
+            size = anchor_slots(self._objective, lengths, self._row_tokens)
+            if size in missing:
+                missing.remove(size)
+                yield self._made_up_row(lengths)
+            if not missing:
+                return
+
+    def _made_up_row(self, lengths: tuple[int, ...]) -> HiddenStateRow:
+        spec, weight_VH = self._drafter.spec, self._embedding.weight_VH
+        n_samples, length, n_tokens = len(lengths), lengths[0], sum(lengths)
+        index_T = torch.arange(n_tokens, device=weight_VH.device)
+        return HiddenStateRow(
+            row_id=-1,
+            epoch=0,
+            sample_ids=tuple(f"warm-up-{i}" for i in range(n_samples)),
+            lengths=lengths,
+            input_ids_T=torch.zeros_like(index_T),
+            loss_mask_T=torch.ones_like(index_T, dtype=torch.bool),
+            document_ids_T=(index_T // length).to(torch.int32),
+            position_ids_T=index_T % length,
+            taps_TF=weight_VH.new_zeros(n_tokens, len(spec.taps) * spec.hidden_size),
+            final_hidden_TH=weight_VH.new_zeros(n_tokens, spec.hidden_size) if self._terms.needs_teacher else None,
+            final_hidden_norm="post",
+            tap_layer_ids=spec.taps,
+        )
 
     def _prepare(self, row: HiddenStateRow, epoch: int) -> _Prepared:
         if self._terms.needs_teacher and row.final_hidden_TH is None:

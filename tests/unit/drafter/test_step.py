@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftline.config.schema import DPaceDecay, ExponentialDecay, FeatureNoise, ObjectiveConfig
-from draftline.drafter.blocks import VALIDATION_EPOCH, draw_blocks, pad_row
+from draftline.drafter.blocks import VALIDATION_EPOCH, anchor_slot_sizes, draw_blocks, pad_row
 from draftline.drafter.loss import LossTerms
 from draftline.drafter.metrics import StepStats
 from draftline.drafter.model import Drafter
@@ -232,6 +232,27 @@ def test_a_missing_teacher_is_named() -> None:
         make_step().forward_backward(replace(row64(), final_hidden_TH=None))
     plain = make_step(ObjectiveConfig(anchors=8), teacher=None)
     assert float(plain.forward_backward(replace(row64(), final_hidden_TH=None)).denominator) > 0
+
+
+@pytest.mark.parametrize("per", ["row", "conversation"])
+def test_a_warm_up_meets_every_shape_and_leaves_no_trace(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = RECIPE.model_copy(update={"anchors_per": per, "anchors": 12})
+    step = make_step(objective, static_shapes=True)
+    train(step, row64())
+    step.forward_backward(row64())
+    before = {name: p.grad.clone() for name, p in step._drafter.named_parameters()}
+    met = set()
+    original = step._drafter.build_masks
+
+    def build_masks(documents: Tensor, anchors: Tensor, owner: Tensor) -> Any:
+        met.add((documents.shape[0], anchors.shape[0]))
+        return original(documents, anchors, owner)
+
+    monkeypatch.setattr(step._drafter, "build_masks", build_masks)
+    step.warm_up()
+    assert met == {(ROW_TOKENS, size) for size in anchor_slot_sizes(objective, ROW_TOKENS)}
+    for name, parameter in step._drafter.named_parameters():
+        assert torch.equal(parameter.grad, before[name])
 
 
 def test_fp8_on_a_cpu_is_one_clear_line() -> None:
