@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_DIR ?= demo
+SCHEDULES ?= 1000000
+SEED ?= 0
+TEST_WORKERS ?= 2
 
 .PHONY: demo test lint interop format simulate clean
 
@@ -29,7 +32,7 @@ demo: $(VENV)/.model
 	$(BIN)/draftline demo --output $(DEMO_DIR)
 
 test: $(VENV)/.model
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .
@@ -42,6 +45,10 @@ format: $(VENV)/.base
 
 interop: $(VENV)/.interop
 	$(BIN)/python -m pytest tests/interop
+
+# Random schedules of the pipeline's core, with failures; exits 1 at the first broken promise.
+simulate: $(VENV)/.base
+	$(BIN)/python -m draftline.pipeline.core.simulate --schedules $(SCHEDULES) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
