@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -286,11 +287,16 @@ def _fused_chunk(
 
 def _chunk_function(raw_CV: Tensor) -> ChunkFunction:
     """Triton kernels on a GPU that has them, for fp32 statistics; torch operations elsewhere."""
-    if raw_CV.is_cuda and raw_CV.dtype == torch.float32 and find_spec("triton") is not None:
+    if raw_CV.is_cuda and raw_CV.dtype == torch.float32 and _has_triton():
         from draftline.drafter.head_gpu import kernel_chunk
 
         return kernel_chunk
     return torch_chunk
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _checkpointed_chunks(

@@ -9,7 +9,7 @@ One program takes one slot's row of V logits and walks over it in blocks, so a r
 Multiplier, bias and soft cap are applied while reading; the raw products stay as they are. CE with KL and CAP costs two
 reads of the logits and one write of half their size; TV and RKL need one read more, because their gradients hold a sum
 over the whole row. The formulas are those of `head_chunk.py`. Rows go over two small fp32 tables between kernels:
-STATISTICS and DISTANCES name their columns. Triton passes no structures, hence the long parameter lists.
+STATISTICS and DISTANCES name their columns. Triton passes no structures: hence the long parameter lists.
 """
 
 from __future__ import annotations
@@ -50,24 +50,14 @@ def _excess(p: tl.tensor, q: tl.tensor, d: tl.tensor) -> tl.tensor:
     return tl.where(tl.abs(d) < 0.05, series, direct)
 
 
+# fmt: off
 @triton.jit
 def row_statistics_kernel(
-    z_ptr: tl.tensor,
-    label_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    n_vocab: tl.tensor,
-    multiplier: tl.tensor,
-    softcap: tl.tensor,
-    kl_scale: tl.tensor,
-    cap_scale: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SOFT_KL: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    z_ptr: tl.tensor, label_ptr: tl.tensor, bias_ptr: tl.tensor, table_ptr: tl.tensor, n_vocab: tl.tensor,
+    multiplier: tl.tensor, softcap: tl.tensor, kl_scale: tl.tensor, cap_scale: tl.tensor, HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SOFT_KL: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
+    # fmt: on
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * n_vocab
     label = tl.load(label_ptr + row).to(tl.int32)
@@ -122,27 +112,15 @@ def row_statistics_kernel(
     tl.store(table_ptr + 7, best.to(tl.float32))
 
 
+# fmt: off
 @triton.jit
 def distances_kernel(
-    z_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    t_ptr: tl.tensor,
-    t_kl_ptr: tl.tensor,
-    t_row_ptr: tl.tensor,
-    t_lse_ptr: tl.tensor,
-    t_lse_kl_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    n_vocab: tl.tensor,
-    multiplier: tl.tensor,
-    softcap: tl.tensor,
-    kl_scale: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    KL: tl.constexpr,
-    FULL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    z_ptr: tl.tensor, bias_ptr: tl.tensor, table_ptr: tl.tensor, t_ptr: tl.tensor, t_kl_ptr: tl.tensor,
+    t_row_ptr: tl.tensor, t_lse_ptr: tl.tensor, t_lse_kl_ptr: tl.tensor, out_ptr: tl.tensor, n_vocab: tl.tensor,
+    multiplier: tl.tensor, softcap: tl.tensor, kl_scale: tl.tensor, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    KL: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
+    # fmt: on
     row = tl.program_id(0).to(tl.int64)
     t_row = tl.load(t_row_ptr + row)
     z_ptr += row * n_vocab
@@ -179,37 +157,17 @@ def distances_kernel(
     tl.store(out_ptr + 3, tl.sum(reverse))
 
 
+# fmt: off
 @triton.jit
 def gradient_kernel(
-    z_ptr: tl.tensor,
-    label_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    t_ptr: tl.tensor,
-    t_kl_ptr: tl.tensor,
-    t_row_ptr: tl.tensor,
-    t_lse_ptr: tl.tensor,
-    t_lse_kl_ptr: tl.tensor,
-    distance_ptr: tl.tensor,
-    g_ptr: tl.tensor,
-    n_vocab: tl.tensor,
-    multiplier: tl.tensor,
-    softcap: tl.tensor,
-    kl_scale: tl.tensor,
-    cap_scale: tl.tensor,
-    ce_weight: tl.tensor,
-    kl_weight: tl.tensor,
-    tv_weight: tl.tensor,
-    rkl_weight: tl.tensor,
-    cap_weight: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    KL: tl.constexpr,
-    KL_VALUE: tl.constexpr,
-    FULL: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    z_ptr: tl.tensor, label_ptr: tl.tensor, bias_ptr: tl.tensor, table_ptr: tl.tensor, t_ptr: tl.tensor,
+    t_kl_ptr: tl.tensor, t_row_ptr: tl.tensor, t_lse_ptr: tl.tensor, t_lse_kl_ptr: tl.tensor,
+    distance_ptr: tl.tensor, g_ptr: tl.tensor, n_vocab: tl.tensor, multiplier: tl.tensor, softcap: tl.tensor,
+    kl_scale: tl.tensor, cap_scale: tl.tensor, ce_weight: tl.tensor, kl_weight: tl.tensor, tv_weight: tl.tensor,
+    rkl_weight: tl.tensor, cap_weight: tl.tensor, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, KL: tl.constexpr,
+    KL_VALUE: tl.constexpr, FULL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
+    # fmt: on
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_ptr + row).to(tl.int32)
     z_ptr += row * n_vocab
@@ -256,17 +214,13 @@ def gradient_kernel(
         tl.store(distance_ptr + row * 4, tl.sum(kl))
 
 
+# fmt: off
 @triton.jit
 def quantize_rows_kernel(
-    g_ptr: tl.tensor,
-    g8_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    largest_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    n_vocab: tl.tensor,
-    fp8_max: tl.tensor,
-    BLOCK: tl.constexpr,
+    g_ptr: tl.tensor, g8_ptr: tl.tensor, scale_ptr: tl.tensor, largest_ptr: tl.tensor, value_ptr: tl.tensor,
+    n_vocab: tl.tensor, fp8_max: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:
+    # fmt: on
     """Rows without their largest entry, scaled so that the next one is `fp8_max`; see `head_fp8.quantize_rows`."""
     row = tl.program_id(0).to(tl.int64)
     g_ptr += row * n_vocab
