@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.blocks import BlockBatch, make_blocks
-from draftline.drafter.masks import AttentionPath
+from draftline.drafter.masks import AttentionPath, DenseMask, FlexMask, LayerMask
 from draftline.drafter.model import Drafter
 from draftline.records import HiddenStateRow
 
@@ -87,9 +88,19 @@ def tiny_drafter(
     return drafter.to(dtype)
 
 
+def _materialised(mask: LayerMask, n_context: int, blocks: BlockBatch) -> DenseMask:
+    """The flex rule as a dense mask: running flex_attention itself on the CPU compiles for each shape."""
+    assert isinstance(mask, FlexMask)
+    n_queries = blocks.block_ids_AB.numel()
+    rule = mask.block_mask.mask_mod
+    return DenseMask(create_mask(rule, None, None, n_queries, n_context + n_queries, device="cpu")[0, 0])
+
+
 def packed_hidden(drafter: Drafter, row: HiddenStateRow, blocks: BlockBatch) -> torch.Tensor:
-    """Packed forward: (A, B, H)."""
+    """Packed forward: (A, B, H). Attention "flex" without compiled kernels takes flex's rule through `create_mask`."""
     masks = drafter.build_masks(row.document_ids_T, blocks.anchors_A, blocks.document_A)
+    if drafter.attention == "flex" and drafter.kernels is None:
+        masks = {kind: _materialised(mask, len(row.document_ids_T), blocks) for kind, mask in masks.items()}
     table_VH = embedding(drafter.fc.weight.dtype)
     hidden_QH = drafter(
         table_VH[blocks.block_ids_AB.flatten()],
