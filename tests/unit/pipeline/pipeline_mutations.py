@@ -118,6 +118,15 @@ class NoMeetingForTheTail(PipelineCore):
         return False
 
 
+class LastMeetingUnannounced(PipelineCore):
+    """A stop right after a meeting lets everybody go, without a meeting that knows that it is the last one."""
+
+    def commit(self, drafter, round_id, attempt):
+        meeting = super().commit(drafter, round_id, attempt)
+        self.rounds.sealed = True
+        return meeting
+
+
 class StopReleasedTwice(PipelineCore):
     def get(self, drafter):
         answer = super().get(drafter)

@@ -448,3 +448,16 @@ def test_a_run_cut_anywhere_and_resumed_commits_each_row_once(n_rows, rows_per_d
 def test_the_core_does_not_need_torch():
     code = "import sys, draftline.pipeline.core.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stop_right_after_a_meeting_calls_one_more_that_knows_it_is_the_last():
+    core = make_core(n_rows=9, rows_per_drafter=1)
+    capture(core)
+    train_one(core)
+    assert not commit_round(core, 0).is_last
+    core.request_stop()
+    core.lease(0)
+    core.producer_done(0)
+    last = commit_round(core, 0)
+    assert last.is_last and last.n_rows == 0 and last.committed_rows == 1
+    assert core.get(0) == StopItem(End.STOPPED)

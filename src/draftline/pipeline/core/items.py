@@ -120,7 +120,8 @@ class Meeting:
         leader: the member that averages and commits.
         rows: what each member trained in the round, in training order; empty for a member that trained none.
         committed_rows: rows of the whole run committed once this meeting is.
-        is_last: True if no further row will be handed out after this meeting.
+        is_last: True if no further row will be handed out after this meeting. Before a drafter gets its Stop, the
+            last meeting that committed anything, or an empty one after it, was begun with is_last.
     """
 
     round_id: int
@@ -130,3 +131,8 @@ class Meeting:
     rows: Mapping[int, tuple[PlannedRow, ...]]
     committed_rows: int
     is_last: bool
+
+    @property
+    def n_rows(self) -> int:
+        """Rows trained in the round; 0 in a meeting that is only there to end the run, or whose rows went back."""
+        return sum(map(len, self.rows.values()))

@@ -103,6 +103,11 @@ class PipelineCore:
     def good_end(self) -> End:
         return End.STOPPED if self.stopping else End.CLOSED
 
+    @property
+    def _is_over(self) -> bool:
+        """No further row will be leased or handed out."""
+        return self.stopping or self.ledger.is_complete
+
     def is_live(self, drafter: int) -> bool:
         return drafter in self.rounds.live
 
@@ -189,7 +194,7 @@ class PipelineCore:
             hand.add(row_id)
             clock_rows = ledger.counts[COMMITTED] + handed
             return RowItem(ledger.plan[row_id], clock_rows, rounds.round_id, None)
-        if handed and self._nothing_left():
+        if (handed and self._nothing_left()) or (self._is_over and not rounds.sealed):
             return SyncItem(rounds.call(drafter))
         if self.closed and not handed:
             self._stopped.add(drafter)
@@ -217,7 +222,9 @@ class PipelineCore:
     def begin_average(self, drafter: int, round_id: int) -> Meeting:
         """The leader learns who meets. It averages out of place: members' weights change only after `commit`."""
         self.rounds.begin(drafter, round_id)
-        return self._meeting(drafter)
+        meeting = self._meeting(drafter)
+        self.rounds.announced_last = meeting.is_last
+        return meeting
 
     def commit(self, drafter: int, round_id: int, attempt: int) -> Meeting | None:
         """The leader has averaged: commit the round's rows and release everybody.
@@ -352,15 +359,13 @@ class PipelineCore:
 
     def _drop(self, worker: Worker, row_id: int) -> tuple[RowState, int]:
         """Take a row out of a worker's hands; returns its state and holder."""
-        if worker.role == "target":
-            if self._lease_of(worker.index) != row_id:
-                raise ProtocolError(f"{worker} does not hold row {row_id}")
+        is_target = worker.role == "target"
+        if row_id not in ({self._lease_of(worker.index)} if is_target else self._hand_of(worker.index)):
+            raise ProtocolError(f"{worker} does not hold row {row_id}")
+        if is_target:
             self._leases[worker.index] = None
             return LEASED, worker.index
-        hand = self._hand_of(worker.index)
-        if row_id not in hand:
-            raise ProtocolError(f"{worker} does not hold row {row_id}")
-        hand.remove(row_id)
+        self._hands[worker.index].remove(row_id)
         return IN_HAND, worker.index
 
     def _return(self, row_id: int, before: RowState, holder: int) -> None:
@@ -392,8 +397,7 @@ class PipelineCore:
         """Close the queue after the last `producer_done`, and fail when rows are left that no target can capture."""
         if self.failure or self.closed:
             return
-        over = self.stopping or self.ledger.is_complete
-        if over and self._n_done == len(self._leases):
+        if self._is_over and self._n_done == len(self._leases):
             self.closed = True
-        elif not over and self.ledger.counts[PLANNED] and not self._leases and not self._absent:
+        elif not self._is_over and self.ledger.counts[PLANNED] and not self._leases and not self._absent:
             self.fail("pipeline", f"all targets are lost with {self.ledger.counts[PLANNED]} rows left to capture")

@@ -12,6 +12,9 @@ class Rounds:
 
     A round is closing from the first call to its meeting until its commit, whatever happens in between: a drafter that
     was called would otherwise wait for others who go on training.
+
+    `sealed` is False while the last committed meeting was begun without knowing that it is the last one (rows were set
+    aside or a stop was asked for after it): one more meeting, empty if need be, then ends the run.
     """
 
     def __init__(self, drafters: Iterable[int], rows_per_drafter: int, round_id: int) -> None:
@@ -23,7 +26,8 @@ class Rounds:
         self.arrived: set[int] = set()
         self.leader: int | None = None
         self.attempt = 0
-        self.averaging = False
+        self.averaging = self.announced_last = False
+        self.sealed = True
         self.trained: dict[int, list[int]] = {d: [] for d in self.live}
 
     @property
@@ -59,6 +63,7 @@ class Rounds:
     def close(self) -> None:
         """The round is committed: open the next one."""
         self.round_id += 1
+        self.sealed = self.announced_last
         self.closing = self.averaging = False
         self.called.clear()
         self.arrived.clear()

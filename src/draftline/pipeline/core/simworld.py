@@ -103,6 +103,7 @@ class World:
         self.n_puts = self.n_discarded = self.n_committed = self.committed = 0
         self.last_in_order = -1
         self.stopped = self.failed = False
+        self.sealed = True
         self.max_bytes = self.core.admission.max_bytes or sum(ROW_BYTES)
 
     # ---- steps
@@ -126,6 +127,7 @@ class World:
 
     def commit(self, drafter: int, meeting: Meeting) -> None:
         result = self.core.commit(drafter, meeting.round_id, meeting.attempt)
+        self.sealed = meeting.is_last if result else self.sealed
         if result and result.is_last and not self.core.stopping and not self._all_settled():
             raise BrokenPromiseError("a meeting was called the last one, but rows are left")
 
@@ -250,6 +252,8 @@ class World:
             raise BrokenPromiseError(f"a drafter was told {end}")
         if counts[IN_HAND] or counts[TRAINED] or (end is End.CLOSED and not self._all_settled()):
             raise BrokenPromiseError("a drafter was stopped before the last commit")
+        if not self.sealed:
+            raise BrokenPromiseError("a drafter was stopped, but no meeting was told that it is the last one")
         if self.weights[drafter] != self.committed:
             raise BrokenPromiseError(f"drafter-{drafter} stops with weights that are not what is committed")
 
