@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from draftline.decode.budget import BudgetRule
@@ -19,6 +20,7 @@ from draftline.decode.linear import RoundContext
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
 from draftline.decode.target_session import TargetSession, TreeLayout
 from draftline.decode.tree import DraftTree, top_marginals
+from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -65,6 +67,25 @@ def tree_generate(
         # The drafter's context is the text: features in path order, not in the order the nodes were found.
         taps_SF = None if taps_NF is None else taps_NF[path[:produced]]
     return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays)
+
+
+def check_tree_memory(target: LoadedTarget, budget: int, context_tokens: int) -> None:
+    """Raises UserError if verifying a tree of `budget` drafts cannot fit beside what is loaded.
+
+    Counted are the logits of all nodes (as computed, and in fp32 twice for sampling) and the ancestor mask.
+    """
+    nodes, size = budget + 1, target.dtype.itemsize
+    needed_bytes = nodes * (target.vocab_size * (size + 8) + (context_tokens + nodes) * size)
+    if target.device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(target.device)[0]
+    else:
+        free_bytes = psutil.virtual_memory().available
+    if needed_bytes > free_bytes:
+        raise UserError(
+            f"a tree of {budget} drafts needs {needed_bytes / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} are free",
+            where="decode",
+            mend=f"a budget up to {max(1, budget * free_bytes // needed_bytes)} fits",
+        )
 
 
 def tree_inputs(tree: DraftTree, root: int, device: torch.device | str) -> tuple[torch.Tensor, TreeLayout]:

@@ -21,7 +21,7 @@ from draftline.decode.generation import Generation, check_context
 from draftline.decode.lookup import lookup_generate
 from draftline.decode.plain import plain_generate
 from draftline.decode.sampling import GREEDY, Sampling
-from draftline.decode.tree_generate import tree_generate
+from draftline.decode.tree_generate import check_tree_memory, tree_generate
 from draftline.decode.tree_replay import tree_replay
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
@@ -114,6 +114,10 @@ def evaluate(
     if ALL_SETS in prompt_sets:
         raise UserError(f"a prompt set cannot be called {ALL_SETS!r}", where="evaluate", mend="rename it")
     bound = _bind(target, drafters, wanted)
+    longest = max(len(p.input_ids) for members in prompt_sets.values() for p in members) + max_new_tokens
+    for method in wanted:
+        if method.budget is not None:
+            check_tree_memory(target, method.budget, longest)
     entries = _entries(target, wanted, bound, next(iter(prompt_sets.values()))[0].input_ids, sampling)
     run = _Run(target, max_new_tokens, sampling)
     _warm_up(run, entries, prompt_sets)

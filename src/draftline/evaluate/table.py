@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ def print_report(report: EvalReport, console: Console | None = None) -> None:
     shown = [ALL_SETS] if len(sets) == 2 else sets
     for name in shown:
         console.print(_result_table([r for r in report.results if r.prompt_set == name], name))
-    console.print(report.definition, style="dim", highlight=False)
+    console.print(f"{report.definition}; equal: outputs that are the plain ones", style="dim", highlight=False)
     groups = _group_table([r for r in report.results if r.prompt_set == ALL_SETS])
     if groups is not None:
         console.print(groups)
@@ -39,19 +40,21 @@ def comparison_line(c: Comparison) -> str:
 
 def _result_table(results: list[MethodResult], name: str) -> Table:
     title = "acceptance length" if name == ALL_SETS else f"acceptance length, {name}"
-    table = Table(title=f"{title} ({results[0].n_prompts} prompts)")
+    table = Table(
+        title=f"{title} ({results[0].n_prompts} prompts)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for column in ("drafter", "method"):
-        table.add_column(column)
-    for column in ("tau", "95 % interval", "forwards/token", "full blocks", "tokens/s", "speed-up", "output = plain"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("tau", "95 %", "fwd/tok", "full", "tok/s", "speed-up", "equal"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             result.drafter or "",
-            result.method + (" (replayed)" if result.replayed else ""),
-            _number(result.acceptance_length, ".3f"),
+            result.method + (" replayed" if result.replayed else ""),
+            _number(result.acceptance_length, ".2f"),
             _interval(result.interval),
-            _number(result.forwards_per_token, ".3f"),
-            _number(result.full_block_share, ".1%"),
+            _number(result.forwards_per_token, ".2f"),
+            _number(result.full_block_share, ".0%"),
             _number(result.tokens_per_s, ".1f"),
             _number(result.speedup, ".2f"),
             _equality(result),
@@ -67,7 +70,7 @@ def _group_table(results: list[MethodResult]) -> Table | None:
     rows = [(key, n) for key, n in kinds.items() if counts[key[0]] > 1]
     if not rows:
         return None
-    table = Table(title="acceptance length by group")
+    table = Table(title="acceptance length by group", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("group")
     table.add_column("prompts", justify="right")
     for result in results:
@@ -87,7 +90,7 @@ def _equality(result: MethodResult) -> str:
         return ""
     text = f"{equality.equal}/{result.n_prompts}"
     if equality.near_ties:
-        text += f" +{len(equality.near_ties)} near-tie"
+        text += f" +{len(equality.near_ties)} ties"
     return text + (f", {len(equality.divergences)} DIVERGE" if equality.divergences else "")
 
 
@@ -96,4 +99,4 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _interval(value: tuple[float, float] | None) -> str:
-    return "" if value is None else f"{value[0]:.2f} .. {value[1]:.2f}"
+    return "" if value is None else f"{value[0]:.2f}-{value[1]:.2f}"

@@ -132,7 +132,7 @@ def test_the_report_survives_json_and_prints_its_definition(report: EvalReport, 
     text = console.export_text()
     assert "tokens committed per target forward" in text
     assert "right is better" in text
-    assert "5.000" in text
+    assert "5.00" in text
 
 
 def test_e24_settings_that_change_acceptance_are_recorded(report: EvalReport) -> None:
@@ -220,6 +220,16 @@ def test_a_drafter_for_another_target_is_refused_and_both_are_named(
     target, prompts, _ = parts
     with pytest.raises(UserError, match=message):
         evaluate(target, {"d": Drafter(tiny_spec(**changes))}, {"s": prompts}, methods=["chain"], max_new_tokens=4)
+
+
+def test_a_tree_above_the_memory_is_refused_with_the_largest_that_fits(
+    parts: tuple[Any, list[EvalPrompt], list[list[int]]],
+) -> None:
+    target, prompts, texts = parts
+    with pytest.raises(
+        UserError, match=r"a tree of 30000000 drafts needs .* GiB to verify, .* a budget up to \d+ fits"
+    ):
+        evaluate(target, {"o": Oracles(texts, 4)}, {"s": prompts}, methods=["tree@30000000"], max_new_tokens=4)
 
 
 def test_bad_suites_are_refused_before_anything_is_decoded(
