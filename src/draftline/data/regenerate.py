@@ -174,8 +174,6 @@ def regenerate(
         job = _Job(source, limit, template, max_prompt_tokens, log, Counter(tally.rejected))
         if any(name not in log.answered and name not in log.rejected for name in ids):
             loaded = _load(target, device, template, log)
-            if job.max_prompt_tokens is None:
-                job.max_prompt_tokens = loaded.facts.max_position_embeddings - max_new_tokens
             with _progress_bar(progress, len(ids), resumed) as advance:
                 _answer_all(job, loaded, max_new_tokens, batch_size, sampling, advance)
         else:
@@ -191,6 +189,8 @@ def _answer_all(
     """Answer what is left, window by window: sorted within a window, so that memory stays bounded."""
     from draftline.data.answering import answer_batch, batches_of
 
+    if job.max_prompt_tokens is None:
+        job.max_prompt_tokens = target.facts.max_position_embeddings - max_new_tokens
     left = job.prompts_left()
     while window := list(islice(left, batch_size * WINDOW_BATCHES)):
         conversations = {prompt.id: conversation for conversation, prompt in window}
