@@ -117,7 +117,7 @@ class PipelineCore:
         return self._waiting.rows.keys()
 
     def unfinished(self) -> list[Worker]:
-        """Live workers that have not finished: those that hold a row first, targets before drafters."""
+        """Live workers that have not finished; those that hold a row first, targets before drafters."""
         targets = [(self._leases[t] is None, target_worker(t)) for t in sorted(self._leases.keys() - self._reported)]
         drafters = [(not self._hands[d], drafter_worker(d)) for d in sorted(self.rounds.live - self._stopped)]
         return [worker for _, worker in sorted(targets + drafters, key=lambda item: item[0])]
@@ -135,16 +135,13 @@ class PipelineCore:
         """
         if self._lease_of(target) is not None and not self.failure:
             raise ProtocolError(f"target-{target} holds row {self._leases[target]} already")
-        if self.failure or self.stopping or self.ledger.is_complete:
+        if self.failure or self._is_over:
             self._told_done.add(target)
             return DONE
-        if not self._planned:
+        if not self._planned or not self.admission.fits(self.row_bytes[self._planned[0]]):
             return WAIT
-        row_id = self._planned[0]
+        row_id = heapq.heappop(self._planned)
         n_bytes = self.row_bytes[row_id]
-        if not self.admission.fits(n_bytes):
-            return WAIT
-        heapq.heappop(self._planned)
         self.ledger.move(row_id, PLANNED, LEASED, to=target)
         self.admission.charge(row_id, n_bytes)
         self._leases[target] = row_id
@@ -205,9 +202,8 @@ class PipelineCore:
         """The training step of a row has really finished: its slot is free."""
         if self.failure:
             return
-        hand = self._hand_of(drafter)
         self.ledger.move(row_id, IN_HAND, TRAINED, holder=drafter, to=drafter)
-        hand.remove(row_id)
+        self._hand_of(drafter).remove(row_id)
         self.rounds.trained[drafter].append(row_id)
         self.admission.release(row_id)
 
@@ -251,12 +247,11 @@ class PipelineCore:
         if self.failure:
             return
         before, holder = self._drop(worker, row_id)
-        failures = self.ledger.failures.get(row_id, 0) + blame
-        if failures >= FAILURES_TO_SET_ASIDE:
+        if blame:
+            self.ledger.failures[row_id] = self.ledger.failures.get(row_id, 0) + 1
+        if self.ledger.failures.get(row_id, 0) >= FAILURES_TO_SET_ASIDE:
             self._set_aside(worker, row_id, before, holder, reason)
         else:
-            if failures:
-                self.ledger.failures[row_id] = failures
             self._return(row_id, before, holder)
         self._settle()
 
@@ -372,9 +367,9 @@ class PipelineCore:
         """A row goes back to planned and will be captured again."""
         self.ledger.move(row_id, before, PLANNED, holder=holder)
         heapq.heappush(self._planned, row_id)
+        self.ledger.returned += before is not LEASED
         if before is not TRAINED:
             self.admission.release(row_id)
-        self.ledger.returned += before is not LEASED
 
     def _discard(self, row_id: int) -> None:
         """A captured row that nobody will train, because the run stops."""
