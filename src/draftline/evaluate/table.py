@@ -38,6 +38,10 @@ def comparison_line(c: Comparison) -> str:
     return text
 
 
+def _empty_table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
 def _result_table(results: list[MethodResult], name: str) -> Table:
     title = "acceptance length" if name == ALL_SETS else f"acceptance length, {name}"
     table = Table(
@@ -70,7 +74,7 @@ def _group_table(results: list[MethodResult]) -> Table | None:
     rows = [(key, n) for key, n in kinds.items() if counts[key[0]] > 1]
     if not rows:
         return None
-    table = Table(title="acceptance length by group", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = _empty_table("acceptance length by group")
     table.add_column("group")
     table.add_column("prompts", justify="right")
     for result in results:

@@ -226,9 +226,7 @@ def test_a_tree_above_the_memory_is_refused_with_the_largest_that_fits(
     parts: tuple[Any, list[EvalPrompt], list[list[int]]],
 ) -> None:
     target, prompts, texts = parts
-    with pytest.raises(
-        UserError, match=r"a tree of 30000000 drafts needs .* GiB to verify, .* a budget up to \d+ fits"
-    ):
+    with pytest.raises(UserError, match=r"a tree of 30000000 drafts needs .* a budget up to \d+ fits"):
         evaluate(target, {"o": Oracles(texts, 4)}, {"s": prompts}, methods=["tree@30000000"], max_new_tokens=4)
 
 
