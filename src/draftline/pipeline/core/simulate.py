@@ -63,9 +63,9 @@ def draw_case(rng: random.Random) -> Case:
     """A small case; small ones meet each other's edges most often."""
     draw = rng.random
     return Case(
-        n_targets=1 + int(draw() * 3),
+        n_targets=1 + int(3 * draw() ** 1.5),
         n_drafters=1 + int(draw() * 3),
-        n_rows=1 + int(6 * draw() ** 1.7),
+        n_rows=1 + int(6 * draw() ** 2),
         rows_per_drafter=1 + int(draw() * 3),
         prefetch_rows=int(draw() * 2),
         tight=draw() < 0.5,
