@@ -52,7 +52,10 @@ def evaluate_files(
     """
     from draftline.target.load import load_target, load_tokenizer
 
-    parse_methods(methods)  # a mistake here should not wait for the weights
+    # A mistake in the methods should not wait for the weights.
+    if any(method.is_tree for method in parse_methods(methods)) and target.attention == "auto":
+        # The automatic choice may be a backend that takes no ancestor mask.
+        target = target.model_copy(update={"attention": "sdpa"})
     tokenizer = load_tokenizer(target)
     sets = _prompt_sets(prompts, tokenizer, limit)
     loaded = load_target(target, device, tokenizer=tokenizer)
