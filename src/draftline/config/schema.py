@@ -70,10 +70,20 @@ class DrafterConfig(Section):
     num_kv_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
     head_dim: int | None = Field(default=None, ge=2, description="null: as the target.")
     sliding: SlidingWindowConfig | None = Field(default=None, description="null: full attention in all layers.")
-    init_from: Path | None = Field(default=None, description="Export or checkpoint to start from (warm start).")
+    init: Literal["random", "target_layers"] = Field(
+        default="random", description="Start from random weights, or from layers of the target itself."
+    )
+    init_layers: tuple[int, ...] | None = Field(
+        default=None, description="Target layers for `target_layers`, one a drafter layer; null: the target's last."
+    )
+    init_from: Path | None = Field(default=None, description="Export to start from (warm start); overrides init.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.init_layers is not None and len(self.init_layers) != self.num_layers:
+            raise ValueError(
+                f"drafter.init_layers names {len(self.init_layers)} layers for {self.num_layers} drafter layers"
+            )
         if self.sliding is not None:
             bad = [i for i in self.sliding.layers if not 0 <= i < self.num_layers]
             if bad:
@@ -200,6 +210,11 @@ class PipelineConfig(Section):
     )
     ordered: bool = Field(default=False, description="Hand rows out in plan order, for repeatable runs.")
     hold_on: Literal["source", "host"] = Field(default="source", description="Where waiting rows stay.")
+    state_cache_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Host memory for captured states, so that later epochs need no target forward; 0: none.",
+    )
     max_set_aside: int = Field(default=0, ge=0, description="Samples that may be set aside before the run fails.")
     max_restarts: int = Field(default=2, ge=0, description="Restarts of failed workers in the whole run.")
     max_skipped_steps: int = Field(default=10, ge=0, description="Non-finite steps skipped before the run fails.")

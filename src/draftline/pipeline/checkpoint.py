@@ -179,7 +179,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     verify_checkpoint(folder)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    moments = []
+    moments: list[dict[str, Tensor]] = []
     while (path := folder / f"moments-{len(moments)}.safetensors").exists():
         moments.append(load_file(path))
     sync = folder / "sync.safetensors"

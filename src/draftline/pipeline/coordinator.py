@@ -43,9 +43,8 @@ from draftline.pipeline.workers import (
     prove_targets,
 )
 from draftline.records import HiddenStateRow
-from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget
-from draftline.target.loop import TargetForwardLoop
+from draftline.target.loop import Capture, TargetForwardLoop, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class PipelineCoordinator:
         self._room = room
         reporter.watch(self.exchange)
 
-    def _target_loop(self, number: int, capture: TargetCapture, budget: FailureBudget) -> TargetForwardLoop:
+    def _target_loop(self, number: int, capture: Capture, budget: FailureBudget) -> TargetForwardLoop:
         pipeline = self._plan.config.pipeline
         return TargetForwardLoop(
             number,
@@ -199,7 +198,8 @@ class PipelineCoordinator:
         Raises:
             RunFailedError, RunStoppedError: see `train`.
         """
-        threads = [self._thread(loop.name, loop.run) for loop in (*self._targets, *self._drafter_loops)]
+        threads = [self._thread(loop.name, loop.run) for loop in self._targets]
+        threads += [self._thread(loop.name, loop.run) for loop in self._drafter_loops]
         started = time.monotonic()
         with StopSignals(lambda reason: self._stop(reason)) as signals:
             for thread in threads:
@@ -269,7 +269,7 @@ def ledger_after(state: LedgerState, meeting: Meeting) -> LedgerState:
     return state.with_committed(rows)
 
 
-def _validation_rows(plan: RunPlan, capture: TargetCapture) -> list[HiddenStateRow]:
+def _validation_rows(plan: RunPlan, capture: Capture) -> list[HiddenStateRow]:
     """Captures the validation rows once, to the host."""
     path = plan.config.data.validation_path
     if path is None:
@@ -286,8 +286,6 @@ def _validation_rows(plan: RunPlan, capture: TargetCapture) -> list[HiddenStateR
 
 
 def _to_host(row: HiddenStateRow) -> HiddenStateRow:
-    from draftline.target.loop import map_tensors
-
     return map_tensors(row, lambda t: t.to("cpu"))
 
 

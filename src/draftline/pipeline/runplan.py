@@ -201,7 +201,8 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"plan: {len(plan.rows)} rows over {plan.config.epochs} epochs, {tokens} tokens, {supervised} supervised "
         f"({supervised / tokens:.0%}), {tokens / len(plan.rows) / plan.config.data.row_tokens:.0%} full",
         f"bytes per row: {largest / 2**20:.1f} MiB at most, {largest / max(r.n_tokens for r in plan.rows):.0f} a token",
-        f"queue: {plan.settings.max_rows} rows admitted at once, {plan.settings.max_rows * largest / _GIB:.2f} GiB at most"
+        f"queue: {plan.settings.max_rows} rows admitted at once, "
+        f"{plan.settings.max_rows * largest / _GIB:.2f} GiB at most"
         + (f", bounded to {plan.settings.queue_bytes} bytes" if plan.settings.queue_bytes else ""),
         f"rounds: {plan.settings.rows_per_drafter * plan.num_drafters} rows, sync {plan.config.sync.kind}",
     ]

@@ -13,13 +13,16 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.drafter.sync import Replica
+from draftline.drafter.warm_start import start_from_target
 from draftline.errors import UserError
 from draftline.export.zlab import load_export
 from draftline.pipeline.checkpoint import Checkpoint
 from draftline.pipeline.runplan import RunPlan
 from draftline.records import FrozenEmbedding, FrozenHead
+from draftline.target.cache import CachedCapture, StateCache
 from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget, load_target
+from draftline.target.loop import Capture
 from draftline.target.selftest import SelfTestReport, self_test
 
 
@@ -50,18 +53,22 @@ def prove_targets(plan: RunPlan, targets: Sequence[LoadedTarget]) -> dict[int, S
 
 def make_captures(
     plan: RunPlan, targets: Sequence[LoadedTarget], reports: Mapping[int, SelfTestReport]
-) -> list[TargetCapture]:
-    """A capture of its own for each worker, in the layout that the self-test settled on."""
+) -> list[Capture]:
+    """A capture of its own for each worker, in the layout that the self-test settled on; the cache is shared."""
     want_final = plan.config.objective.needs_teacher
-    return [
+    captures = [
         TargetCapture(target, plan.spec.taps, want_final=want_final, layout=reports[id(target.model)].layout)
         for target in targets
     ]
+    if not plan.config.pipeline.state_cache_bytes:
+        return list(captures)
+    cache = StateCache(plan.config.pipeline.state_cache_bytes)
+    return [CachedCapture(capture, cache) for capture in captures]
 
 
 def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | None) -> list[DrafterWorker]:
     """All drafters with the same weights: new from the seed, from `init_from`, or from a checkpoint."""
-    weights = initial_weights(plan.config, plan.spec) if checkpoint is None else checkpoint.weights
+    weights = initial_weights(plan.config, plan.spec, target) if checkpoint is None else checkpoint.weights
     workers = []
     for number, name in enumerate(plan.config.pipeline.drafter_devices):
         worker = _make_drafter(plan, target, number, torch.device(name), weights)
@@ -71,11 +78,12 @@ def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | 
     return workers
 
 
-def initial_weights(config: RunConfig, spec: DrafterSpec) -> dict[str, torch.Tensor]:
+def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) -> dict[str, torch.Tensor]:
     """fp32 weights that training starts from.
 
     Raises:
-        UserError: `drafter.init_from` holds a drafter of another shape.
+        UserError: `drafter.init_from` holds a drafter of another shape, or `init_layers` names a layer that the target
+            does not have or that is shaped differently.
     """
     if config.drafter.init_from is not None:
         source = load_export(config.drafter.init_from)
@@ -89,8 +97,25 @@ def initial_weights(config: RunConfig, spec: DrafterSpec) -> dict[str, torch.Ten
             )
         return {name: value.float() for name, value in source.state_dict().items()}
     drafter = Drafter(spec)
-    drafter.init_weights(torch.Generator().manual_seed(config.seed))
+    generator = torch.Generator().manual_seed(config.seed)
+    drafter.init_weights(generator)
+    if config.drafter.init == "target_layers":
+        start_from_target(drafter, target, _init_layers(config, target.num_layers), generator)
     return dict(drafter.state_dict())
+
+
+def _init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
+    chosen = config.drafter.init_layers
+    if chosen is None:
+        chosen = tuple(range(num_target_layers - config.drafter.num_layers, num_target_layers))
+    bad = [layer for layer in chosen if not 0 <= layer < num_target_layers]
+    if bad:
+        raise UserError(
+            f"target layers {bad} do not exist",
+            where="drafter.init_layers",
+            mend=f"choose from 0..{num_target_layers - 1}",
+        )
+    return chosen
 
 
 def _make_drafter(

@@ -76,6 +76,24 @@ class _Sink:
             out_TH.index_copy_(0, self.places, flat.index_select(0, self.rows))
 
 
+@dataclass(frozen=True, slots=True)
+class _RowIndex:
+    """Token ids, positions (restarting in each sample) and sample numbers of a row."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    documents_T: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleLike], device: torch.device) -> _RowIndex:
+        lengths = [len(s.input_ids) for s in samples]
+        return cls(
+            _to_device(np.concatenate([s.input_ids for s in samples]).astype(np.int64), device),
+            _to_device(np.concatenate([np.arange(n) for n in lengths]), device),
+            _to_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device),
+        )
+
+
 class TargetCapture:
     """Runs a frozen target over planned rows. One per worker thread; many may share one LoadedTarget.
 
@@ -110,21 +128,39 @@ class TargetCapture:
         """
         lengths = tuple(len(s.input_ids) for s in samples)
         self._check(planned, samples, lengths)
-        device = self.target.device
-        ids_T = _to_device(np.concatenate([s.input_ids for s in samples]).astype(np.int64), device)
-        positions_T = _to_device(np.concatenate([np.arange(n) for n in lengths]), device)
-        documents_T = _to_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device)
+        index = _RowIndex.of(samples, self.target.device)
         with torch.no_grad():
-            taps_TF, final_TH = self._run(ids_T, positions_T, documents_T, lengths)
+            taps_TF, final_TH = self._run(index.ids_T, index.positions_T, index.documents_T, lengths)
+        return self._row(planned, samples, index, taps_TF, final_TH)
+
+    def assemble(
+        self,
+        planned: PlannedRow,
+        samples: Sequence[SampleLike],
+        taps_TF: torch.Tensor,
+        final_TH: torch.Tensor | None,
+    ) -> HiddenStateRow:
+        """A row from states captured earlier, laid out like those of `capture` and on the target's device."""
+        return self._row(planned, samples, _RowIndex.of(samples, self.target.device), taps_TF, final_TH)
+
+    def _row(
+        self,
+        planned: PlannedRow,
+        samples: Sequence[SampleLike],
+        index: _RowIndex,
+        taps_TF: torch.Tensor,
+        final_TH: torch.Tensor | None,
+    ) -> HiddenStateRow:
+        device = self.target.device
         return HiddenStateRow(
             row_id=planned.row_id,
             epoch=planned.epoch,
             sample_ids=tuple(s.sample_id for s in samples),
-            lengths=lengths,
-            input_ids_T=ids_T,
+            lengths=tuple(len(s.input_ids) for s in samples),
+            input_ids_T=index.ids_T,
             loss_mask_T=_to_device(np.concatenate([s.loss_mask for s in samples]).astype(np.bool_), device),
-            document_ids_T=documents_T,
-            position_ids_T=positions_T,
+            document_ids_T=index.documents_T,
+            position_ids_T=index.positions_T,
             taps_TF=taps_TF,
             final_hidden_TH=final_TH,
             final_hidden_norm="post",
