@@ -28,7 +28,7 @@ from draftline.errors import UserError
 from draftline.target.load import LoadedTarget
 
 ALPHA = 0.001
-VOCAB, TOKENS, RUNS = 5, 3, 400
+VOCAB, TOKENS, RUNS = 5, 3, 350
 PROMPT = random_prompt(0, 4, VOCAB)
 
 
@@ -124,8 +124,8 @@ def test_the_output_distribution_is_the_targets(target: LoadedTarget, method: st
 
 
 def test_plain_and_lookup_sample_the_targets_distribution_too(target: LoadedTarget) -> None:
-    _check(lambda s: plain_generate(target, PROMPT, sampling=s, **OPTIONS).output_ids, target, Sampling(1.0))
-    _check(lambda s: lookup_generate(target, PROMPT, sampling=s, **OPTIONS).output_ids, target, Sampling(1.0))
+    _check(lambda s: plain_generate(target, PROMPT, sampling=s, **OPTIONS).output_ids, target, Sampling(1.0), 250)
+    _check(lambda s: lookup_generate(target, PROMPT, sampling=s, **OPTIONS).output_ids, target, Sampling(1.0), 250)
 
 
 def test_a_biased_rule_is_caught_by_this_test(target: LoadedTarget) -> None:
@@ -137,7 +137,7 @@ def test_a_biased_rule_is_caught_by_this_test(target: LoadedTarget) -> None:
         return [own[0], draft if sampling.seed % 4 == 0 else own[1], own[2]]
 
     with pytest.raises(AssertionError):
-        _check(biased, target, Sampling(1.0))
+        _check(biased, target, Sampling(1.0), 250)
 
 
 def test_rejection_sampling_is_exact_for_a_single_slot() -> None:
