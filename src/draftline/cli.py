@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -222,13 +224,22 @@ def _print_lines(lines: list[str]) -> None:
         typer.echo(line)
 
 
+def _exit(code: int) -> None:
+    """Ends the process. A worker thread that hangs (a stalled run) must not hold it up, nor crash it on the way out."""
+    if any(thread.name.startswith(("target-", "drafter-")) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main() -> None:
     """Entry point: errors meant for the user are one line on stderr and an exit code, nothing else."""
     try:
         app()
     except DraftlineError as error:
         typer.echo(f"draftline: {error}", err=True)
-        sys.exit(error.exit_code)
+        _exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("draftline: interrupted", err=True)
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from draftline.errors import RunFailedError
 
@@ -15,10 +16,11 @@ class FailureBudget:
 
     Args:
         allowed: failures that may be survived; one more fails the run.
+        keep: called with the worker and each error, to keep its traceback.
     """
 
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
+    def __init__(self, allowed: int, keep: Callable[[str, BaseException], None] | None = None) -> None:
+        self._allowed, self._keep = allowed, keep
         self._lock = threading.Lock()
         self.failures: list[str] = []
 
@@ -29,6 +31,8 @@ class FailureBudget:
             RunFailedError: the budget is spent, or the device cannot be used any more in this process.
         """
         line = f"{what}: {type(error).__name__}: {error}"
+        if self._keep is not None:
+            self._keep(worker, error)
         with self._lock:
             self.failures.append(f"{worker}: {line}")
             spent = len(self.failures)

@@ -7,7 +7,9 @@ A checkpoint is a folder `checkpoints/round-000042/`:
     state.json              ledger, drafter spec, configuration, fingerprints
     manifest.json           size and sha256 of each file above; written last
 It is made under a temporary name, synced to disk and renamed; `checkpoints/latest.json` is moved after that; old
-checkpoints are deleted last. A cut or changed file is found by its hash.
+checkpoints are deleted last, after they were renamed, so that a kill never leaves half a checkpoint under its name.
+A cut or changed file is found by its hash. One process writes to a run (see run_folder.py), so every temporary name
+found is a leftover.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from draftline.errors import DraftlineError, UserError
 
 SCHEMA_VERSION = 1
 _NAME = re.compile(r"round-(\d{8})")
+_REQUIRED = ("state.json", "weights.safetensors")
+_MOST_MANIFEST_BYTES, _MOST_STATE_BYTES = 1 << 20, 256 << 20
 
 
 class CheckpointError(DraftlineError):
@@ -65,13 +69,13 @@ def write_checkpoint(run: Path, round_id: int, checkpoint: Checkpoint, *, keep: 
     """
     root = checkpoint_root(run)
     final = root / f"round-{round_id:08d}"
-    temporary = root / f".tmp-{os.getpid()}-{round_id:08d}"
+    temporary = root / f".tmp-{final.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         temporary.mkdir()
         _write_files(temporary, checkpoint)
-        _remove(final)
+        _set_leaving(final)
         os.rename(temporary, final)
         _sync_folder(root)
         _write_json(root / ".latest.tmp", {"name": final.name})
@@ -131,6 +135,14 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def _set_leaving(folder: Path) -> None:
+    """Renames a checkpoint that is to be deleted: one that is half deleted must not bear a checkpoint's name."""
+    if folder.exists():
+        leaving = folder.with_name(f".tmp-old-{folder.name}")
+        _remove(leaving)
+        os.rename(folder, leaving)
+
+
 def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoint folders of a run, oldest first (whole or not)."""
     root = checkpoint_root(run)
@@ -140,12 +152,12 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def _delete_old(root: Path, *, keep: int) -> None:
+    """What cannot be deleted now (a file held open on a network disk) is tried again at the next checkpoint."""
     whole = [p for p in list_checkpoints(root.parent) if (p / "manifest.json").exists()]
     for old in whole[:-keep]:
-        shutil.rmtree(old)
+        _set_leaving(old)
     for leftover in root.glob(".tmp-*"):
-        if leftover.name.split("-")[1] != str(os.getpid()):
-            shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -154,38 +166,79 @@ def verify_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: names the file and what is wrong.
     """
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files = manifest["files"]
-        if manifest["schema_version"] > SCHEMA_VERSION:
-            raise CheckpointError(f"{folder}: written by a newer draftline (schema {manifest['schema_version']})")
-        for name, facts in files.items():
-            path = folder / Path(name).name
+    for name, (n_bytes, sha256) in _read_manifest(folder).items():
+        path = folder / name
+        try:
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing")
-            if path.stat().st_size != facts["bytes"]:
-                raise CheckpointError(f"{path}: {path.stat().st_size} bytes, expected {facts['bytes']} (cut off?)")
-            if _sha256(path) != facts["sha256"]:
+            if path.stat().st_size != n_bytes:
+                raise CheckpointError(f"{path}: {path.stat().st_size} bytes, expected {n_bytes} (cut off?)")
+            if _sha256(path) != sha256:
                 raise CheckpointError(f"{path}: content does not match its hash")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: manifest.json is missing or unreadable ({error})") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and hash of each file; names are plain names, so nothing outside the folder is ever looked at."""
+    path = folder / "manifest.json"
+    manifest = _read_json(path, _MOST_MANIFEST_BYTES)
+    version, files = manifest.get("schema_version"), manifest.get("files")
+    if not isinstance(version, int) or not isinstance(files, dict):
+        raise CheckpointError(f"{path}: is not the manifest of a checkpoint")
+    if version > SCHEMA_VERSION:
+        raise CheckpointError(f"{folder}: written by a newer draftline (schema {version})")
+    found: dict[str, tuple[int, str]] = {}
+    for name, facts in files.items():
+        if Path(name).name != name or "\0" in name:
+            raise CheckpointError(f"{path}: names a file outside its folder: {name!r}")
+        if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
+            raise CheckpointError(f"{path}: no size for {name!r}")
+        found[name] = (facts["bytes"], str(facts.get("sha256")))
+    if missing := [name for name in _REQUIRED if name not in found]:
+        raise CheckpointError(f"{path}: does not name {' and '.join(missing)}")
+    return found
+
+
+def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > most_bytes:
+            raise CheckpointError(f"{path}: more than {most_bytes} bytes")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: missing or unreadable ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
+    return content
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verifies and reads one checkpoint.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: it is not whole, or its files are not what a checkpoint holds.
     """
     verify_checkpoint(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    names = _read_manifest(folder)
+    state = _read_json(folder / "state.json", _MOST_STATE_BYTES)
+    if not isinstance(state.get("ledger"), dict):
+        raise CheckpointError(f"{folder / 'state.json'}: holds no ledger")
     moments: list[dict[str, Tensor]] = []
-    while (path := folder / f"moments-{len(moments)}.safetensors").exists():
-        moments.append(load_file(path))
-    sync = folder / "sync.safetensors"
+    while (name := f"moments-{len(moments)}.safetensors") in names:
+        moments.append(_load(folder / name))
+    sync = "sync.safetensors"
     return Checkpoint(
-        state, load_file(folder / "weights.safetensors"), moments, load_file(sync) if sync.exists() else {}
+        state, _load(folder / "weights.safetensors"), moments, _load(folder / sync) if sync in names else {}
     )
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
 
 
 def latest_checkpoint(run: Path) -> tuple[Path, list[str]] | None:

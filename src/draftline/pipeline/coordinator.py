@@ -4,7 +4,8 @@ consumes     a RunPlan, and a checkpoint when resumed
 produces     a trained drafter: checkpoints, an export, and the ledger's closing line
 starts       one thread per target and drafter, the monitor, the signal watcher
 waits for    the end of the exchange: CLOSED, STOPPED or FAILED; every worker thread ends by itself
-on failure   RunFailedError with the worker's name; the checkpoints written so far stay
+on failure   RunFailedError with the worker's name; the checkpoints written so far stay. A thread that gives no sign
+             any more is not waited for: it is a daemon and ends with the process
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,16 @@ from draftline.drafter.schedule import LearningRate
 from draftline.drafter.sync import Synchronizer
 from draftline.errors import DraftlineError, RunFailedError, RunStoppedError
 from draftline.export.zlab import export_zlab
-from draftline.pipeline.budget import FailureBudget
-from draftline.pipeline.core import End, LedgerCounts, LedgerState, Meeting
+from draftline.pipeline.budget import FailureBudget, is_sticky
+from draftline.pipeline.core import End, LedgerCounts, LedgerState, Meeting, drafter_worker
 from draftline.pipeline.exporting import drafter_of_run
-from draftline.pipeline.meeting import MeetingRoom
+from draftline.pipeline.meeting import MeetingRoom, UnhurriedClock
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.run_folder import RunFolder, claim_run_folder
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.signals import StopSignals
 from draftline.pipeline.threads import RowExchange
+from draftline.pipeline.traces import FailureTraces
 from draftline.pipeline.workers import (
     DrafterWorker,
     load_targets,
@@ -45,6 +48,8 @@ from draftline.pipeline.workers import (
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
 from draftline.target.loop import Capture, TargetForwardLoop, map_tensors
+
+GRACE_S = 10.0  # for threads to end by themselves once the run has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,15 @@ def train(plan: RunPlan, *, resume: bool = False, export_initial: Path | None = 
         RunFailedError: the run failed; names the worker.
         RunStoppedError: stopped by a signal, after its checkpoint.
     """
-    learning_rate = LearningRate(plan.config.optimizer, len(plan.rows))
-    targets = load_targets(plan)
-    folder = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
-    with _shared_cores(plan), RunReporter(plan, folder) as reporter:
-        coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter)
-        if export_initial is not None:
-            export_zlab(coordinator.drafters[0].module, export_initial, dtype="float32")
-        return coordinator.run()
+    with StopSignals() as signals, _shared_cores(plan):
+        learning_rate = LearningRate(plan.config.optimizer, len(plan.rows))
+        targets = load_targets(plan)
+        claimed = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
+        with closing(claimed) as folder, RunReporter(plan, folder) as reporter:
+            coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter)
+            if export_initial is not None:
+                export_zlab(coordinator.drafters[0].module, export_initial, dtype="float32")
+            return coordinator.run(signals)
 
 
 class PipelineCoordinator:
@@ -121,6 +127,7 @@ class PipelineCoordinator:
         reporter: RunReporter,
     ) -> None:
         self._plan, self._folder, self._reporter = plan, folder, reporter
+        self._traces = FailureTraces(folder.path)
         for line in folder.passed_over:
             reporter.say(f"checkpoint passed over: {line}")
         reports = prove_targets(plan, targets)
@@ -142,6 +149,7 @@ class PipelineCoordinator:
             plan.settings,
             state=state,
             stall_timeout_s=plan.config.pipeline.stall_timeout_s,
+            on_stall=self._traces.dump_stacks,
         )
         room = MeetingRoom(
             plan,
@@ -154,7 +162,7 @@ class PipelineCoordinator:
             on_validation=reporter.validated,
         )
         pipeline = plan.config.pipeline
-        budget = FailureBudget(pipeline.max_restarts + 2 * pipeline.max_set_aside)
+        budget = FailureBudget(pipeline.max_restarts + 2 * pipeline.max_set_aside, keep=self._traces.keep)
         self._targets = [self._target_loop(i, capture, budget) for i, capture in enumerate(captures)]
         self._drafter_loops = [self._drafter_loop(i, w, room, learning_rate) for i, w in enumerate(self.drafters)]
         self._room = room
@@ -177,13 +185,14 @@ class PipelineCoordinator:
         self, number: int, worker: DrafterWorker, room: MeetingRoom, learning_rate: LearningRate
     ) -> DrafterTrainLoop:
         clock = self._reporter.clock(f"drafter-{number}")
+        unhurried = UnhurriedClock(clock, lambda what: self.exchange.busy(drafter_worker(number), what))
         return DrafterTrainLoop(
             number,
             self.exchange,
             worker.step,
             worker.replica,
             learning_rate,
-            meet=lambda meeting: room.hold(meeting, clock),
+            meet=lambda meeting: room.hold(meeting, unhurried),
             log=self._reporter,
             clock=clock,
             accumulate_rows=0
@@ -192,7 +201,7 @@ class PipelineCoordinator:
             prefetch_rows=self._plan.config.pipeline.prefetch_rows,
         )
 
-    def run(self) -> TrainResult:
+    def run(self, signals: StopSignals) -> TrainResult:
         """Starts the threads, waits for the end, joins them, exports.
 
         Raises:
@@ -201,12 +210,11 @@ class PipelineCoordinator:
         threads = [self._thread(loop.name, loop.run) for loop in self._targets]
         threads += [self._thread(loop.name, loop.run) for loop in self._drafter_loops]
         started = time.monotonic()
-        with StopSignals(lambda reason: self._stop(reason)) as signals:
+        with signals.stopping_by(self._stop):
             for thread in threads:
                 thread.start()
             end = self.exchange.wait_end()
-            for thread in threads:
-                thread.join()
+            _join(threads, within_s=GRACE_S if end is End.FAILED else None)
         training_s = time.monotonic() - started
         self._reporter.say(f"ledger: {self.exchange.stats().ledger}")
         if end is End.FAILED:
@@ -225,7 +233,7 @@ class PipelineCoordinator:
         self.exchange.request_stop()
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=self._guarded, args=(name, run), name=name)
+        return threading.Thread(target=self._guarded, args=(name, run), name=name, daemon=True)
 
     def _guarded(self, name: str, run: Callable[[], None]) -> None:
         """A worker thread that ends by an exception is never silent: the run goes on without it or fails by name."""
@@ -233,6 +241,9 @@ class PipelineCoordinator:
             run()
             self._reporter.ended(name, None)
         except BaseException as error:  # noqa: BLE001  reported by name; the exchange wakes everybody
+            failed_already = isinstance(error, RunFailedError) and self.exchange.failure is not None
+            if not failed_already:
+                self._traces.keep(name, error)
             self._reporter.ended(name, error)
             self._lost(name, error)
 
@@ -240,7 +251,7 @@ class PipelineCoordinator:
         reason = str(error) if isinstance(error, DraftlineError) else f"{type(error).__name__}: {error}"
         role, _, number = name.partition("-")
         alone = self._plan.num_drafters == 1
-        if role == "drafter" and not alone and not isinstance(error, DraftlineError):
+        if role == "drafter" and not alone and not isinstance(error, DraftlineError) and not is_sticky(error):
             self.exchange.drafter_lost(int(number))
             return
         origin = error.origin if isinstance(error, RunFailedError) else name
@@ -261,6 +272,13 @@ class PipelineCoordinator:
             supervised_tokens=self._reporter.supervised_tokens,
             rows_by_drafter=self._reporter.rows_by_drafter,
         )
+
+
+def _join(threads: Sequence[threading.Thread], *, within_s: float | None) -> None:
+    """Wait for threads that end by themselves; after a failure one of them may never do so."""
+    deadline = None if within_s is None else time.monotonic() + within_s
+    for thread in threads:
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def ledger_after(state: LedgerState, meeting: Meeting) -> LedgerState:

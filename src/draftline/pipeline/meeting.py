@@ -8,8 +8,8 @@ wait, so weights stand still meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,24 @@ class MeetingClock(Protocol):
     """Spans of the worker in whose thread a meeting is held."""
 
     def span(self, activity: Any, what: str, **facts: Any) -> AbstractContextManager[Any]: ...
+
+
+class UnhurriedClock:
+    """The clock of a worker whose spans are also declared busy: many validation rows, or a large checkpoint on a slow
+    disk, are no stall.
+
+    Args:
+        clock: records the spans.
+        busy: declares them, see `RowExchange.busy`.
+    """
+
+    def __init__(self, clock: MeetingClock, busy: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._clock, self._busy = clock, busy
+
+    @contextmanager
+    def span(self, activity: Any, what: str, **facts: Any) -> Iterator[Any]:
+        with self._busy(str(activity)), self._clock.span(activity, what, **facts) as span:
+            yield span
 
 
 class MeetingRoom:

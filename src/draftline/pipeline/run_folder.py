@@ -5,19 +5,31 @@ run.json         fingerprints of data and target, drafter spec
 events.jsonl, metrics.jsonl, status.json    the monitor's
 checkpoints/     see checkpoint.py
 export/          the finished drafter, z-lab format
+failures.log, stacks.txt    tracebacks of failed workers, and where each thread stood when the run stalled
+run.lock         held, by the operating system, as long as a process writes here
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from draftline.config.load import config_differences, dump_config, load_config
 from draftline.errors import UserError
 from draftline.pipeline.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
 from draftline.pipeline.runplan import RunPlan
+
+CONFIG_FILE, IDENTITY_FILE, LOCK_FILE = "config.yaml", "run.json", "run.lock"
+FAILURES_FILE, STACKS_FILE = "failures.log", "stacks.txt"
+# Written before the configuration, whose presence makes the folder a run: a start killed in between left nothing else.
+_BEFORE_START = {LOCK_FILE, IDENTITY_FILE, f"{IDENTITY_FILE}.tmp", f"{CONFIG_FILE}.tmp"}
+_MOST_IDENTITY_BYTES = 1 << 20
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})  # file systems that know no locks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +40,18 @@ class RunFolder:
         path: the folder.
         checkpoint: where a resumed run goes on, or None for a new run.
         passed_over: one line for each newer checkpoint that was not whole.
+        lock: locked until `close`, or until the process ends, however it ends.
     """
 
     path: Path
     checkpoint: Checkpoint | None
     passed_over: tuple[str, ...] = ()
+    lock: BinaryIO | None = None
+
+    def close(self) -> None:
+        """Lets another process write here. Safe to call twice."""
+        if self.lock is not None:
+            self.lock.close()
 
 
 def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) -> RunFolder:
@@ -43,36 +62,54 @@ def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) ->
     """
     path = plan.config.output
     identity = {"data": plan.dataset.manifest.fingerprint, "target": target_fingerprint}
-    config_file = path / "config.yaml"
+    if resume and not (path / CONFIG_FILE).exists():
+        raise UserError("holds no run to resume", where=str(path), mend="leave out --resume to start one")
     if not resume:
         _require_empty(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            _write(path / "run.json", json.dumps({"fingerprints": identity, "spec": plan.spec.model_dump(mode="json")}))
-            _write(config_file, dump_config(plan.config))
-        except OSError as error:
-            raise UserError(f"cannot be written ({error.strerror})", where=str(path)) from error
-        return RunFolder(path, None)
-    if not config_file.exists():
-        raise UserError("holds no run to resume", where=str(path), mend="leave out --resume to start one")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path / LOCK_FILE)
+        if not resume:
+            content = {"fingerprints": identity, "spec": plan.spec.model_dump(mode="json")}
+            _write(path / IDENTITY_FILE, json.dumps(content))
+            _write(path / CONFIG_FILE, dump_config(plan.config))
+            return RunFolder(path, None, lock=lock)
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", where=str(path)) from error
     _refuse_changes(plan, path, identity)
     found = latest_checkpoint(path)
     if found is None:
-        return RunFolder(path, None, ("no checkpoint yet: the run starts from its first row",))
-    return RunFolder(path, read_checkpoint(found[0]), tuple(found[1]))
+        return RunFolder(path, None, ("no checkpoint yet: the run starts from its first row",), lock)
+    return RunFolder(path, read_checkpoint(found[0]), tuple(found[1]), lock)
+
+
+def _lock(path: Path) -> BinaryIO:
+    """The lock dies with the process that holds it, so a killed run can be resumed at once."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        mend = "wait for it, or choose another output"
+        raise UserError("another process writes to this run", where=str(path.parent), mend=mend) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+    return file
 
 
 def _require_empty(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError("is not a folder", where=str(path), mend="choose another output")
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and any(entry.name not in _BEFORE_START for entry in path.iterdir()):
         raise UserError("holds another run", where=str(path), mend="use --resume to go on with it, or another output")
 
 
 def _refuse_changes(plan: RunPlan, path: Path, identity: dict[str, str]) -> None:
-    before = load_config([path / "config.yaml"])
+    before = load_config([path / CONFIG_FILE])
     changed = [f"{field} was {old!r}, is {new!r}" for field, old, new in config_differences(before, plan.config)]
-    stored = json.loads((path / "run.json").read_text(encoding="utf-8"))["fingerprints"]
+    stored = read_identity(path)
     changed += [
         f"{what} fingerprint was {stored.get(what)}, is {now}"
         for what, now in identity.items()
@@ -84,6 +121,26 @@ def _refuse_changes(plan: RunPlan, path: Path, identity: dict[str, str]) -> None
             where=str(path),
             mend="give the old values, or start a new run in another folder",
         )
+
+
+def read_identity(path: Path) -> dict[str, str]:
+    """Fingerprints of the data and the target that a run was started with.
+
+    Raises:
+        UserError: the file is missing or is not what a run writes.
+    """
+    file, mend = path / IDENTITY_FILE, "restore the file, or start a new run in another folder"
+    try:
+        if file.stat().st_size > _MOST_IDENTITY_BYTES:
+            raise UserError("is far too large", where=str(file), mend=mend)
+        stored = json.loads(file.read_bytes())["fingerprints"]
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(file), mend=mend) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"holds no fingerprints ({error!r})", where=str(file), mend=mend) from error
+    if not isinstance(stored, dict):
+        raise UserError("holds no fingerprints", where=str(file), mend=mend)
+    return {str(name): str(value) for name, value in stored.items()}
 
 
 def _write(path: Path, text: str) -> None:

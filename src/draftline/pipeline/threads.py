@@ -84,6 +84,8 @@ class RowExchange(Generic[P]):
     Args:
         plan, row_bytes, settings, state: see `PipelineCore`.
         stall_timeout_s: no progress anywhere for so long, while somebody waits, fails the run.
+        on_stall: called once with the reason when that happens, before anybody is woken; it runs under the lock, so it
+            must not call the exchange.
         clock: seconds that only go forward.
 
     Every method may raise RunFailedError, with origin and reason, once the run has failed; those that report a failure
@@ -98,12 +100,14 @@ class RowExchange(Generic[P]):
         *,
         stall_timeout_s: float,
         state: LedgerState | None = None,
+        on_stall: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = PipelineCore(plan, row_bytes, settings, state)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._stall_timeout_s = stall_timeout_s
+        self._on_stall = on_stall
         self._clock = clock
         self._last_progress = clock()
         self._payloads: dict[int, P] = {}
@@ -366,5 +370,7 @@ class RowExchange(Generic[P]):
         waiting = ", ".join(f"{name} for {wanted}" for name, (_, wanted) in sorted(self._waits.items()))
         silent = f"no sign of {', '.join(culprits)}" if culprits else "nobody is at work"
         reason = f"no progress for {self._stall_timeout_s:g} s: {silent}; waiting: {waiting}"
-        self._core.fail(culprits[0] if culprits else "pipeline", reason)
+        failed_now = self._core.fail(culprits[0] if culprits else "pipeline", reason)
+        if failed_now and self._on_stall is not None:
+            self._on_stall(reason)
         self._progress()
