@@ -50,7 +50,9 @@ def test_kernels_equal_the_plain_chunk(vocab: int, odd: bool, name: str, with_gr
     wanted, wanted_gradient = torch_chunk(raw.clone(), head, label, terms, rows, dtype)
     torch.testing.assert_close(values, wanted, rtol=2e-4, atol=1e-5)
     if with_gradient:
-        torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-3, atol=2e-6)
+        # The gradient of TV jumps where draft and teacher agree, so rows made to agree may fall on either side.
+        away = torch.arange(33, device="cuda") % 3 != 0 if terms.tv else slice(None)
+        torch.testing.assert_close(gradient[away], wanted_gradient[away], rtol=1e-3, atol=2e-6)
 
 
 class Problem:

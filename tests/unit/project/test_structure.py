@@ -1,0 +1,96 @@
+"""Promises about the code itself: sizes, rooms, and what `--help` may import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "src" / "draftline"
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 400, 8
+# Commands take their options, kernels their pointers, constructors at the composition root their parts.
+MANY_PARAMETERS = {
+    "cli.py": "a command's options",
+    "data/regenerate.py": "the command's options",
+    "data/prepare.py": "the command's options",
+    "evaluate/command.py": "the command's options",
+    "drafter/head_kernels.py": "kernel arguments",
+    "drafter/head_gpu.py": "kernel arguments",
+    "drafter/step.py": "composition",
+    "drafter/loop.py": "composition",
+    "target/loop.py": "composition",
+    "target/varlen.py": "the signature of an attention backend",
+    "pipeline/meeting.py": "composition",
+}
+# Rooms may import those to their right only (and themselves).
+LAYERS = {
+    "config": set(),
+    "data": {"config", "monitor", "target"},
+    "target": {"config", "data", "monitor", "pipeline"},
+    "drafter": {"config", "target", "monitor", "pipeline"},
+    "decode": {"config", "target", "drafter"},
+    "export": {"config", "drafter"},
+    "monitor": {"config"},
+}
+
+
+def functions(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(path):
+    assert path.read_text(encoding="utf-8").count("\n") <= MAX_FILE_LINES
+    for node in functions(path):
+        assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = sum(a.arg not in ("self", "cls") for a in arguments)
+        if str(path.relative_to(SOURCE)) not in MANY_PARAMETERS:
+            assert count <= MAX_PARAMETERS, f"{node.name} has {count} parameters"
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_rooms_import_in_one_direction(room):
+    """Loops of target and drafter speak to the exchange, so those two may name pipeline's driver; nothing else may.
+
+    `data` and `target` share one level: regenerate runs the target, the target's loop reads the data set.
+    """
+    allowed = LAYERS[room] | {room}
+    rooms = {p.name for p in SOURCE.iterdir() if p.is_dir()} - {"recipes"}
+    for path in (SOURCE / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("draftline."):
+                used = node.module.split(".")[1]
+                if used in rooms - allowed:
+                    message = f"{path.relative_to(SOURCE)} imports {node.module}"
+                    assert (path.name, used) in {("command.py", "pipeline")}, message
+                if used == "pipeline" and room in ("target", "drafter"):
+                    assert path.name == "loop.py", path
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["--version"]])
+def test_help_never_imports_torch(arguments):
+    code = f"import sys; sys.argv = ['draftline', *{arguments!r}]\nfrom draftline.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+    code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_and_core_import_no_torch():
+    for folder in ("config", "pipeline/core"):
+        for path in (SOURCE / folder).rglob("*.py"):
+            assert not re.search(r"^\s*(import|from) (torch|transformers)", path.read_text(), re.M), path
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", (ROOT / "README.md").read_text()))
+    assert named and named <= targets
