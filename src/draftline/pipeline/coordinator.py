@@ -44,6 +44,7 @@ from draftline.pipeline.workers import (
     make_captures,
     make_drafters,
     prove_targets,
+    warm_drafters,
 )
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
@@ -136,6 +137,8 @@ class PipelineCoordinator:
                 reporter.say(line)
         checkpoint = folder.checkpoint
         self.drafters = make_drafters(plan, targets[0], checkpoint)
+        with reporter.clock("coordinator").span("compiling", "all drafters"):
+            warm_drafters(self.drafters)
         captures = make_captures(plan, targets, reports)
         synchronizer = Synchronizer(plan.config.sync)
         synchronizer.begin([w.replica for w in self.drafters])

@@ -9,6 +9,7 @@ import torch
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import RunConfig
+from draftline.drafter.compile_cache import compiled_kernels, process_cache
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
@@ -78,6 +79,19 @@ def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | 
     return workers
 
 
+def warm_drafters(workers: Sequence[DrafterWorker]) -> None:
+    """Compiles everything that the loops will call, device after device, and frees what that took.
+
+    Tracing is process-wide state, so it happens here, in one thread, before any loop starts; afterwards a call that
+    would compile fails by name. On the CPU nothing is compiled.
+    """
+    for worker in workers:
+        device = worker.replica.optimizer.device
+        if device.type == "cuda":
+            process_cache().device(str(device)).warm(worker.step.warm_up)
+            torch.cuda.synchronize(device)
+
+
 def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) -> dict[str, torch.Tensor]:
     """fp32 weights that training starts from.
 
@@ -125,6 +139,8 @@ def _make_drafter(
     module = Drafter(plan.spec)
     module.load_state_dict(weights)
     module.to(device=device, dtype=dtype)
+    if device.type == "cuda" and plan.config.pipeline.compile:
+        module.kernels = compiled_kernels(process_cache().device(str(device)), layers=True)
     optimizer = MasterOptimizer(module, plan.config.optimizer)
     optimizer.load_masters(weights)  # a bf16 copy must not become the master
     embedding, head, teacher = borrow(plan.spec, target, device, dtype)
