@@ -7,8 +7,10 @@ DEMO_DIR ?= demo
 SCHEDULES ?= 1000000
 SEED ?= 0
 TEST_WORKERS ?= 2
+KILLS ?= 200
+CHAOS_JOBS ?= 1
 
-.PHONY: demo test lint interop format simulate clean
+.PHONY: demo test lint interop format simulate chaos clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -49,6 +51,10 @@ interop: $(VENV)/.interop
 # Random schedules of the pipeline's core, with failures; exits 1 at the first broken promise.
 simulate: $(VENV)/.base
 	$(BIN)/python -m draftline.pipeline.core.simulate --schedules $(SCHEDULES) --seed $(SEED)
+
+# Kills a real run at random moments and resumes it; about 10 s a kill and job. Exits 1 at the first broken promise.
+chaos: $(VENV)/.base
+	$(BIN)/python scripts/chaos.py --kills $(KILLS) --seed $(SEED) --jobs $(CHAOS_JOBS) --output benchmarks/results/chaos.json
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
