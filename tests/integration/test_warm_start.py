@@ -45,7 +45,10 @@ def test_gemma_norms_are_copied_as_effective_scales(make_tiny_target):
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("drafter.intermediate_size=64", "gate_proj of the target's layer"), ("drafter.init_layers=[0,9]", "do not exist")],
+    [
+        ("drafter.intermediate_size=64", "gate_proj of the target's layer"),
+        ("drafter.init_layers=[0,9]", "do not exist"),
+    ],
 )
 def test_what_does_not_fit_is_one_clear_line(make_run, override, message):
     sizes = [] if "intermediate" in override else ["drafter.intermediate_size=null"]
@@ -73,7 +76,10 @@ def test_states_are_captured_once_and_train_the_same(make_run, monkeypatch):
         return original(self, planned, samples)
 
     monkeypatch.setattr(TargetCapture, "capture", counting)
-    plain, cached = make_run("epochs=3", name="plain"), make_run("epochs=3", "pipeline.state_cache_bytes=99999999", name="c")
+    plain, cached = (
+        make_run("epochs=3", name="plain"),
+        make_run("epochs=3", "pipeline.state_cache_bytes=99999999", name="c"),
+    )
     train(make_run_plan(plain))
     without = len(captured)
     captured.clear()
