@@ -170,14 +170,15 @@ def export(
 
 @app.command()
 def doctor(
+    run: Annotated[Path | None, typer.Argument(help="Run folder to look over.")] = None,
     target: Annotated[str | None, typer.Option(help="Target to check against.")] = None,
     data: Annotated[Path | None, typer.Option(help="Prepared folder to check.")] = None,
     devices: Annotated[str, typer.Option(help="Comma-separated devices to check.")] = "auto",
 ) -> None:
-    """Check this machine, its devices and the data, and say how to mend what is wrong."""
+    """Check this machine, its devices, the data and a run folder, and say how to mend what is wrong."""
     from draftline.doctor import doctor_command
 
-    raise typer.Exit(doctor_command(target=target, data=data, devices=devices.split(",")))
+    raise typer.Exit(doctor_command(target=target, data=data, devices=devices.split(","), run=run))
 
 
 @app.command()

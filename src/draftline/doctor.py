@@ -1,4 +1,4 @@
-"""`draftline doctor`: checks of this machine, its devices and the data; each finding that is not ok says its mend.
+"""`draftline doctor`: checks of this machine, its devices, the data and a run; each finding that is not ok has a mend.
 
 A check is a function `(DoctorContext) -> Iterable[Finding]`. A room adds one by putting it into CHECKS. A check that
 has nothing to look at (no data named) yields nothing; one that raises a UserError becomes a failed finding.
@@ -34,11 +34,12 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DoctorContext:
-    """What is to be checked. `target` and `data` may be left out."""
+    """What is to be checked. `target`, `data` and `run` may be left out."""
 
     target: TargetConfig | None = None
     data: Path | None = None
     devices: tuple[str, ...] = ("auto",)
+    run: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ def plain_lines(findings: Sequence[Finding]) -> list[str]:
     return [*lines, f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed"]
 
 
-def doctor_command(*, target: str | None, data: Path | None, devices: Sequence[str]) -> int:
+def doctor_command(*, target: str | None, data: Path | None, devices: Sequence[str], run: Path | None = None) -> int:
     """Check, print, and give the process's exit code."""
     config = None if target is None else TargetConfig(model=target)
-    findings = run_doctor(DoctorContext(config, data, tuple(devices)))
+    findings = run_doctor(DoctorContext(config, data, tuple(devices), run))
     render(findings)
     return exit_code(findings)
 
@@ -161,6 +162,15 @@ def check_target(context: DoctorContext) -> Iterator[Finding]:
     )
     if facts.num_layers < 4:
         yield Finding("warn", f"{facts.num_layers} layers are few to tap", "name the taps yourself (drafter.taps)")
+
+
+def check_run(context: DoctorContext) -> Iterator[Finding]:
+    """A run folder: configuration, data, checkpoints, ledger, how it ended, its export."""
+    if context.run is None:
+        return
+    from draftline.pipeline.examine import examine_run
+
+    yield from examine_run(context.run)
 
 
 def _release(name: str) -> Finding:
@@ -254,4 +264,5 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("devices", check_devices),
     ("target", check_target),
     ("data", check_data),
+    ("run", check_run),
 )

@@ -46,6 +46,12 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def tiny_yaml() -> str:
+    """TINY_YAML, for fixtures that live longer than one test."""
+    return TINY_YAML
+
+
 @pytest.fixture
 def make_run(tmp_path: Path, tiny_target_dir: Path, tiny_data: Path) -> MakeRun:
     """`make_run("key=value", ..., name="run")`: a configuration whose output is a new folder of the test."""

@@ -222,9 +222,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     verify_checkpoint(folder)
     names = _read_manifest(folder)
-    state = _read_json(folder / "state.json", _MOST_STATE_BYTES)
-    if not isinstance(state.get("ledger"), dict):
-        raise CheckpointError(f"{folder / 'state.json'}: holds no ledger")
+    state = read_state(folder)
     moments: list[dict[str, Tensor]] = []
     while (name := f"moments-{len(moments)}.safetensors") in names:
         moments.append(_load(folder / name))
@@ -232,6 +230,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         state, _load(folder / "weights.safetensors"), moments, _load(folder / sync) if sync in names else {}
     )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint, which holds a `ledger`.
+
+    Raises:
+        CheckpointError: it is not what a checkpoint holds.
+    """
+    state = _read_json(folder / "state.json", _MOST_STATE_BYTES)
+    if not isinstance(state.get("ledger"), dict):
+        raise CheckpointError(f"{folder / 'state.json'}: holds no ledger")
+    return state
 
 
 def _load(path: Path) -> dict[str, Tensor]:
