@@ -31,7 +31,8 @@ class MasterOptimizer:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self._compute]
         self._on_gpu = self.device.type == "cuda"
         self._clip_norm = config.clip_norm
-        self._gradients = [torch.zeros_like(m, dtype=torch.float32) for m in self.masters]
+        self._gradients = [torch.empty_like(m, dtype=torch.float32, requires_grad=False) for m in self.masters]
+        self._is_empty = True  # what `_gradients` holds is of an earlier step
         self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
         for master in self.masters:
             master.requires_grad_(True)
@@ -43,7 +44,7 @@ class MasterOptimizer:
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
-            fused=self._on_gpu,
+            fused=True,  # one pass over weights and moments instead of a dozen
         )
         self._create_state()
 
@@ -51,22 +52,33 @@ class MasterOptimizer:
         """Makes the moments now, so that memory is known and a checkpoint always holds all of them."""
         for master in self.masters:
             state = self.adamw.state[master]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self.device if self._on_gpu else "cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
 
+    @torch.no_grad()
     def absorb(self, denominator: Tensor) -> None:
-        """Adds the compute parameters' gradients and this row's denominator to the step in the making."""
-        with torch.no_grad():
-            for parameter, total in zip(self._compute, self._gradients, strict=True):
-                if parameter.grad is not None:
-                    total.add_(parameter.grad)
-                    parameter.grad = None
-            self._denominator += denominator.detach().to(self._denominator)
+        """Adds the compute parameters' gradients and this row's denominator to the step in the making.
+
+        Takes the gradients away from the parameters; the first fp32 ones of a step are kept as they are, not copied.
+        """
+        for i, parameter in enumerate(self._compute):
+            gradient, parameter.grad = parameter.grad, None
+            if self._is_empty and gradient is not None and gradient.dtype == torch.float32:
+                self._gradients[i] = gradient
+            elif self._is_empty:
+                self._gradients[i].zero_() if gradient is None else self._gradients[i].copy_(gradient)
+            elif gradient is not None:
+                self._gradients[i].add_(gradient)
+        self._is_empty = False
+        self._denominator += denominator.detach().to(self._denominator)
 
     @property
     def gradients(self) -> list[Tensor]:
         """fp32 sums of numerator gradients of the step in the making, in the order of `masters`."""
+        if self._is_empty:
+            torch._foreach_zero_(self._gradients)
+            self._is_empty = False
         return self._gradients
 
     @property
@@ -83,7 +95,7 @@ class MasterOptimizer:
             met and 0.0 otherwise (a step without any supervised slot is not counted as skipped).
         """
         inverse = torch.where(self._denominator > 0, 1.0 / self._denominator, 0.0).float()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._gradients))) * inverse
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.gradients))) * inverse
         finite = torch.isfinite(norm)
         scale = inverse if self._clip_norm is None else inverse * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         blocked = ~finite | (self._denominator <= 0)
@@ -94,14 +106,15 @@ class MasterOptimizer:
         return norm, (~finite).float()
 
     def _apply(self, scale: Tensor, blocked: Tensor) -> None:
+        """AdamW with gradients times `scale`, or nothing at all where `blocked`."""
         if not self._on_gpu and bool(blocked):
             return
-        torch._foreach_mul_(self._gradients, scale)
         for master, gradient in zip(self.masters, self._gradients, strict=True):
             master.grad = gradient
-        if self._on_gpu:
-            # The fused kernel leaves weights, moments and step count alone where found_inf is 1: no host sync.
-            self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
+        # The fused kernel divides by grad_scale, and leaves weights, moments and step count alone where found_inf is 1:
+        # no pass of its own for the scale, and no host sync on a GPU.
+        self.adamw.grad_scale = 1.0 / scale  # type: ignore[attr-defined]
+        self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
         self.adamw.step()
         for master in self.masters:
             master.grad = None
@@ -109,7 +122,7 @@ class MasterOptimizer:
 
     def clear(self) -> None:
         """Forgets everything absorbed."""
-        torch._foreach_zero_(self._gradients)
+        self._is_empty = True
         self._denominator.zero_()
 
     @torch.no_grad()
