@@ -25,7 +25,7 @@ class DrafterSpec(BaseModel):
 
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=1024)
     num_heads: int = Field(ge=1)
     num_kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)

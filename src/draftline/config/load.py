@@ -22,6 +22,8 @@ from draftline.config.schema import RunConfig
 from draftline.errors import UserError
 
 COMMAND_LINE = "command line"
+MOST_FILE_BYTES, MOST_VALUES = 1 << 18, 20_000  # a few lines of YAML can stand for millions of values
+MOST_OPENINGS = 500  # of brackets, braces and nested lists: the parser takes the square of their number
 # What a resumed run may set anew: where it runs, what it shows and where it writes, never what it trains.
 MAY_CHANGE_AT_RESUME = frozenset({"output", "pipeline", "checkpoint", "monitor"})
 
@@ -70,6 +72,8 @@ def _origin(layers: Sequence[Layer], path: FieldPath) -> str | None:
 def read_layer(path: Path) -> Layer:
     """Read one YAML file. Raises UserError with file and line."""
     try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise UserError(f"has more than {MOST_FILE_BYTES} bytes", where=str(path), mend="give a configuration file")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), mend="check the path given with --config") from None
@@ -147,8 +151,10 @@ def _compare(a: Any, b: Any, path: str, may_change: frozenset[str], found: list[
 
 
 def _parse_yaml(text: str, where: str) -> Any:
+    if sum(map(text.count, ("[", "{", "- -", "? "))) > MOST_OPENINGS:
+        raise UserError(f"is nested too deeply (more than {MOST_OPENINGS} openings)", where=where)
     try:
-        return YAML(typ="rt", pure=True).load(text)
+        document = YAML(typ="rt", pure=True).load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where} line {mark.line + 1}" if mark and not where.startswith(COMMAND_LINE) else where
@@ -156,6 +162,24 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"is not valid YAML: {problem}", where=place) from None
     except YAMLError as error:
         raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", where=where) from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a date or number that cannot be
+        raise UserError(f"is not valid YAML: {error}", where=where) from None
+    _refuse_bombs(document, where)
+    return document
+
+
+def _refuse_bombs(document: Any, where: str) -> None:
+    """Aliases can make a document that is small as text endless as values."""
+    waiting, n = [document], 0
+    while waiting:
+        node = waiting.pop()
+        n += 1
+        if n > MOST_VALUES:
+            raise UserError(f"holds more than {MOST_VALUES} values", where=where, mend="write it without aliases")
+        if isinstance(node, Mapping):
+            waiting += node.values()
+        elif isinstance(node, list | tuple | set):
+            waiting += node
 
 
 def _plain(node: Any, path: FieldPath, file: str | None, origins: dict[FieldPath, str]) -> Any:

@@ -130,12 +130,12 @@ class AnswerLog:
         if not known and self.output.stat().st_size:
             raise UserError("was not written by `regenerate`", where=str(self.output), mend="choose another file")
         for line in _whole_lines(self._answers, self.output):
-            self.answered[line["id"]] = line["answer_cut"] is True
+            self.answered[line["id"]] = line.get("answer_cut") is True
         if not self.answered:  # the answers were deleted or never begun: nothing of an earlier run counts
             self._rejects.truncate(0)
             self.manifest_path.unlink(missing_ok=True)
         for line in _whole_lines(self._rejects, self.rejected_path):
-            self.rejected[line["id"]] = line["reason"]
+            self.rejected[line["id"]] = str(line.get("reason"))
         sync_file(self.output.parent)
 
     def _manifest(self) -> dict[str, Any]:
@@ -143,9 +143,10 @@ class AnswerLog:
             return {}
         try:
             content = json.loads(self.manifest_path.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        is_ours = isinstance(content, dict) and content.get("format") == _FORMAT
+        if not is_ours or not isinstance(content.get("settings", {}), dict):
             raise UserError("not the manifest of `regenerate`", where=str(self.manifest_path), mend="use another file")
         if content.get("schema_version") != SCHEMA_VERSION:
             raise UserError(
@@ -169,8 +170,8 @@ def _whole_lines(file: BinaryIO, path: Path) -> list[dict[str, Any]]:
             break
         try:
             record = json.loads(line)
-            records.append({name: record[name] for name in ("id", "answer_cut", "reason") if name in record})
-        except ValueError:
+            records.append({"id": str(record["id"]), **{k: record[k] for k in ("answer_cut", "reason") if k in record}})
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise UserError("damaged line", where=f"{path}:{number}", mend="write to another file") from None
         end += len(line)
     file.truncate(end)

@@ -198,7 +198,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             for row in batch.to_pylist():
                 number += 1
                 yield number, _without_nulls(row)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"not readable as Parquet ({_first_line(error)})", where=str(path)) from None
 
 

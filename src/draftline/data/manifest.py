@@ -95,7 +95,7 @@ def read_manifest(path: Path) -> DatasetManifest:
         raise UserError(missing, where=str(path), mend=mend)
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"not readable as JSON ({error})", where=str(file), mend="prepare the data again") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UserError("not the manifest of a draftline data set", where=str(file), mend=mend)

@@ -20,6 +20,7 @@ _ROLE_OF_FROM = {"human": "user", "gpt": "assistant", "model": "assistant", "bot
 _PROMPT_FIELDS = ("prompt", "instruction")
 _RESPONSE_FIELDS = ("response", "output", "completion")
 _MEDIA_FIELDS = ("image", "images", "audio", "audios", "video", "videos")
+MAX_MESSAGES = 100_000
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -54,7 +55,10 @@ def parse_row(row: Any) -> Row:
         raise BadRowError("not an object", f"the row is a {type(row).__name__}, not a JSON object")
     _refuse_media(row, "the row")
     name, tools = _row_id(row.get("id")), _tools(row.get("tools"))
-    messages = [_message(message, i) for i, message in enumerate(_raw_messages(row))]
+    raw = _raw_messages(row)
+    if len(raw) > MAX_MESSAGES:
+        raise BadRowError("too many messages", f"{len(raw)} messages, at most {MAX_MESSAGES} are read")
+    messages = [_message(message, i) for i, message in enumerate(raw)]
     _require_plain_text([name, messages, tools])
     return Row(
         id=name,

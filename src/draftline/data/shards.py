@@ -294,8 +294,13 @@ def _read_shard(folder: Path, shard: ShardRecord, *, verify: bool) -> list[pa.Re
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(file)))
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    except pa.ArrowInvalid as error:
-        raise UserError(f"shard is not readable ({error})", where=str(file), mend=mend) from None
+        for batch in batches:
+            batch.validate(full=verify)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"shard is not readable ({reason})", where=str(file), mend=mend) from None
+    if any(column.null_count for batch in batches for column in batch.columns):
+        raise UserError("shard has empty fields", where=str(file), mend=mend)
     if reader.schema != _SCHEMA or sum(batch.num_rows for batch in batches) != shard.n_samples:
         raise UserError("shard does not hold what the manifest says", where=str(file), mend=mend)
     return batches

@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), mend="give the folder of a drafter") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})", where=str(path), mend="export again") from error
     if not isinstance(content, dict):
         raise UserError("is not a JSON object", where=str(path), mend="export again")
@@ -88,17 +88,20 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         UserError: no weights, a broken file, or a tensor in two files.
     """
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError("holds no weight_map", where=str(folder / INDEX), mend="download or export it again")
+        names = sorted({str(name) for name in weight_map.values()})
     else:
         names = [WEIGHTS]
     weights: dict[str, torch.Tensor] = {}
     for name in names:
         file = folder / name
-        if not file.is_file() or file.parent != folder:
+        if Path(name).name != name or not file.is_file():
             raise UserError("no such file", where=str(file), mend="download or export the drafter again")
         try:
             with safe_open(file, framework="pt") as handle:
                 weights.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118 - not a dict
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
     return weights

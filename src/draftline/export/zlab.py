@@ -83,11 +83,15 @@ def load_export(path: Path, device: torch.device | str = "cpu", dtype: torch.dty
 
 def read_spec(path: Path) -> DrafterSpec:
     """The spec of an export, from config.json alone; a draftline.json beside it must say the same."""
-    spec = spec_from_config(read_json(path / "config.json"), str(path / "config.json"))
+    where = str(path / "config.json")
+    try:
+        spec = spec_from_config(read_json(path / "config.json"), where)
+    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+        raise UserError(f"holds a value of the wrong kind ({error})", where=where, mend="export again") from error
     if not (path / CARD).is_file():
         return spec
     card, where = read_json(path / CARD), str(path / CARD)
-    if "block_layout" not in card.get("spec", {}):
+    if not isinstance(card.get("spec"), dict) or "block_layout" not in card["spec"]:
         raise UserError("spec.block_layout is missing", where=where, mend="export again; it cannot be guessed")
     try:
         recorded = DrafterSpec.model_validate(card["spec"])

@@ -200,6 +200,8 @@ def _layout(read: _Reader) -> Literal["same"]:
 def _layer_types(read: _Reader) -> tuple[tuple[Any, ...], int | None]:
     """Layer types and the window. Absent layer types follow Qwen3's rule: sliding from max_window_layers on."""
     config, number = read.config, read.top("num_hidden_layers")
+    if not 1 <= number <= 1024:
+        raise UserError(f"num_hidden_layers is {number}", where=read.where, mend="repair the file")
     slides = bool(config.get("use_sliding_window", False))
     kinds = config.get("layer_types")
     if kinds is None:

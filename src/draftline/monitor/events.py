@@ -188,7 +188,7 @@ def read_events(path: Path) -> Events:
         try:
             record = json.loads(line)
             _add_record(events, record, f"{path} line {number}")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             events.torn_lines += 1
     return events
 

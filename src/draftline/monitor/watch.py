@@ -142,7 +142,7 @@ def _parse(text: str, path: Path) -> StatusFile:
     broken = UserError("is not whole", where=str(path), mend="look again in a few seconds; else the run is damaged")
     try:
         document: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise broken from None
     if not isinstance(document, dict):
         raise broken
@@ -181,11 +181,14 @@ def _alive(process: ProcessInfo) -> bool:
         found = psutil.Process(process.pid)
         running = found.status() != psutil.STATUS_ZOMBIE
         return running and abs(found.create_time() - process.start_wall_s) < SAME_PROCESS_S
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # a number that no process can have
         return False
     except psutil.AccessDenied:
         return True
 
 
 def _when(wall_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s))
+    except (ValueError, OverflowError, OSError):  # no calendar goes so far
+        return f"second {wall_s:g}"

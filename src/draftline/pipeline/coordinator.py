@@ -260,11 +260,21 @@ class PipelineCoordinator:
         origin = error.origin if isinstance(error, RunFailedError) else name
         self.exchange.fail(origin, reason.removeprefix(f"{origin}: "))
 
+    def _provenance(self) -> dict[str, Any]:
+        """What the export's card tells: which target, which data, how much of it."""
+        return {
+            "target": self._plan.config.target.model,
+            "target_architectures": list(self._plan.facts.architectures),
+            "data_fingerprint": self._plan.dataset.manifest.fingerprint,
+            "committed_rows": self.exchange.stats().ledger.committed,
+            "objective": self._plan.config.objective.model_dump(mode="json"),
+        }
+
     def _result(self, training_s: float) -> TrainResult:
         output = self._plan.config.output
         export = output / "export"
         if not export.exists():
-            export_zlab(drafter_of_run(output), export)
+            export_zlab(drafter_of_run(output), export, provenance=self._provenance())
         return TrainResult(
             end=End.CLOSED,
             ledger=self.exchange.stats().ledger,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
 from draftline.export.zlab import export_zlab
-from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
+from draftline.pipeline.checkpoint import CheckpointError, latest_checkpoint, read_checkpoint
 
 
 def drafter_of_run(run: Path) -> Drafter:
@@ -21,8 +23,12 @@ def drafter_of_run(run: Path) -> Drafter:
     if found is None:
         raise UserError("holds no checkpoint", where=str(run), mend="give the output folder of `draftline train`")
     checkpoint = read_checkpoint(found[0])
-    drafter = Drafter(DrafterSpec.model_validate(checkpoint.state["spec"]))
-    drafter.load_state_dict(checkpoint.weights)
+    try:
+        drafter = Drafter(DrafterSpec.model_validate(checkpoint.state.get("spec")))
+        drafter.load_state_dict(checkpoint.weights)
+    except (ValidationError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{found[0]}: weights and description do not make a drafter ({reason})") from error
     return drafter
 
 

@@ -7,6 +7,7 @@ wait, so weights stand still meanwhile.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,11 +18,23 @@ from draftline.drafter.schedule import LearningRate
 from draftline.drafter.step import StepStats
 from draftline.drafter.sync import Synchronizer
 from draftline.errors import DraftlineError, RunFailedError
+from draftline.export.zlab import CARD, export_zlab
 from draftline.pipeline.checkpoint import Checkpoint, write_checkpoint
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.threads import Meeting
 from draftline.pipeline.workers import DrafterWorker
 from draftline.records import HiddenStateRow
+
+
+BEST = "best"
+
+
+def best_acceptance(folder: Path) -> float:
+    """Validation acceptance length of the drafter kept in `folder`; 0.0 if there is none."""
+    card = folder / CARD
+    if not card.is_file():
+        return 0.0
+    return float(json.loads(card.read_text(encoding="utf-8"))["provenance"]["validation_acceptance"])
 
 
 class MeetingClock(Protocol):
@@ -106,9 +119,19 @@ class MeetingRoom:
                 return
             if self._validation and self._on_validation is not None:
                 with clock.span("validating", f"{len(self._validation)} rows"):
-                    self._on_validation(self._validate(meeting.members[0]), meeting.committed_rows)
+                    self._score(meeting, self._on_validation)
             with clock.span("checkpointing", f"round {meeting.round_id}"):
                 self.last_checkpoint = self._write(meeting)
+
+    def _score(self, meeting: Meeting, report: Callable[[StepStats, int], float | None]) -> None:
+        """Scores the validation rows; the best drafter by acceptance length, never by loss, is kept in `best/`."""
+        drafter = meeting.members[0]
+        acceptance = report(self._validate(drafter), meeting.committed_rows)
+        folder = self._plan.config.output / BEST
+        if acceptance is None or acceptance <= best_acceptance(folder):
+            return
+        facts = {"validation_acceptance": acceptance, "committed_rows": meeting.committed_rows}
+        export_zlab(self._drafters[drafter].module, folder, provenance=facts)
 
     def _validate(self, drafter: int) -> StepStats:
         step = self._drafters[drafter].step

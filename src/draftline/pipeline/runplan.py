@@ -21,6 +21,7 @@ from draftline.target.facts import TargetFacts, target_facts
 from draftline.target.size import target_size
 
 _GIB = 2**30
+CARDS_GB = (24, 32, 48, 80, 96, 141, 192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,5 +209,12 @@ def plan_lines(plan: RunPlan) -> list[str]:
     ]
     for memory in estimate_memory(plan):
         parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in memory.parts.items())
-        lines.append(f"memory {memory.device}: {memory.total_bytes / _GIB:.2f} GiB estimated ({parts})")
+        fits = "" if memory.device == "cpu" else f"; {_cards(memory.total_bytes)}"
+        lines.append(f"memory {memory.device}: {memory.total_bytes / _GIB:.2f} GiB estimated ({parts}){fits}")
     return lines
+
+
+def _cards(total_bytes: int) -> str:
+    """The smallest usual card that holds so much with a tenth to spare. Cards are sold in decimal gigabytes."""
+    smallest = next((gb for gb in CARDS_GB if total_bytes * 1.1 <= gb * 1e9), None)
+    return f"needs a card of {smallest} GB" if smallest else f"more than a card of {CARDS_GB[-1]} GB holds"
