@@ -43,12 +43,13 @@ class DemoSize:
     train_prompts: int | None
     held_out: int
     max_new_tokens: int
+    eval_tokens: int
     max_rows: int | None
     dflash_prompts: int
 
 
-FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, None, 4)
-SHORT = DemoSize(24, 4, 24, 4, 1)
+FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 40, None, 4)
+SHORT = DemoSize(24, 4, 24, 13, 4, 1)
 
 
 def model_path() -> Path:
@@ -174,7 +175,7 @@ def _evaluate(target: TargetConfig, drafters: dict[str, Path], held_out: Path, s
         list(drafters.values()),
         [held_out],
         methods=["plain", "lookup", "chain"],
-        max_new_tokens=size.max_new_tokens,
+        max_new_tokens=size.eval_tokens,
         names=list(drafters),
     )
     report.print()
@@ -211,12 +212,12 @@ def _decode_with_dflash(target: TargetConfig, export: Path, held_out: Path, size
     tokens = rounds = same = 0
     prompts = load_prompt_set(held_out, tokenizer, limit=size.dflash_prompts)
     for prompt in prompts:
-        stats = _dflash_generate(theirs, loaded, prompt.input_ids, size.max_new_tokens)
+        stats = _dflash_generate(theirs, loaded, prompt.input_ids, size.eval_tokens)
         mine = chain_generate(
             loaded,
             ours,
             list(prompt.input_ids),
-            max_new_tokens=size.max_new_tokens,
+            max_new_tokens=size.eval_tokens,
             stop_token_ids=loaded.stop_token_ids,
         )
         produced = [int(n) for n in stats.acceptance_lengths]

@@ -243,6 +243,8 @@ def test_validation_rows_are_scored_and_written(make_run, tiny_data):
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     scores = [line["validation/acceptance"] for line in lines if "validation/acceptance" in line]
     assert scores and all(1.0 <= score <= 4.0 for score in scores)
+    card = json.loads((config.output / "best" / "draftline.json").read_text())
+    assert card["provenance"]["validation_acceptance"] == pytest.approx(max(scores))
 
 
 def test_dry_run_tells_rows_bounds_and_memory_without_weights(make_run, monkeypatch):

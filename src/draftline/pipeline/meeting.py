@@ -25,7 +25,6 @@ from draftline.pipeline.threads import Meeting
 from draftline.pipeline.workers import DrafterWorker
 from draftline.records import HiddenStateRow
 
-
 BEST = "best"
 
 
