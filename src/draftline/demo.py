@@ -48,7 +48,7 @@ class DemoSize:
     dflash_prompts: int
 
 
-FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 40, None, 4)
+FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 33, None, 4)
 SHORT = DemoSize(24, 4, 24, 13, 4, 1)
 
 
@@ -136,7 +136,7 @@ def _regenerate(prompts: Path, output: Path, target: TargetConfig, size: DemoSiz
 
     answers = output / "answers.jsonl"
     report = regenerate(
-        str(prompts), answers, target=target, device="cpu", max_new_tokens=size.max_new_tokens, batch_size=32
+        str(prompts), answers, target=target, device="cpu", max_new_tokens=size.max_new_tokens, batch_size=128
     )
     print("\n".join(report.summary_lines()))
     return answers
