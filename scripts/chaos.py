@@ -68,6 +68,7 @@ class Tally:
     """What all jobs found; appended to under the lock."""
 
     wanted: int
+    until_s: float = float("inf")
     kills: list[Kill] = field(default_factory=list)
     finished_runs: int = 0
     broken: list[str] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Tally:
 
     @property
     def is_over(self) -> bool:
-        return bool(self.broken) or len(self.kills) >= self.wanted
+        return bool(self.broken) or len(self.kills) >= self.wanted or time.monotonic() > self.until_s
 
 
 # ---- the world: a target, data and a configuration
@@ -305,8 +306,10 @@ def wait_until(process: subprocess.Popen[bytes], holds: Callable[[], bool]) -> b
 # ---- command
 
 
-def chaos(kills: int, seed: int, jobs: int, work: Path, *, compare: bool = True) -> dict[str, Any]:
-    """Runs everything below the folder `work`; returns the result as JSON-able facts."""
+def chaos(
+    kills: int, seed: int, jobs: int, work: Path, *, compare: bool = True, most_s: float = float("inf")
+) -> dict[str, Any]:
+    """Runs everything below the folder `work`; returns the result as JSON-able facts. No kill begins after `most_s`."""
     began = time.monotonic()
     config = build_world(work)
     unbroken, start_s, weights = work / "unbroken", 8.0, ""
@@ -319,7 +322,7 @@ def chaos(kills: int, seed: int, jobs: int, work: Path, *, compare: bool = True)
         process.wait()
         check_end(unbroken, "")
         weights = weights_of(unbroken)
-    tally = Tally(kills)
+    tally = Tally(kills, began + most_s)
     workers = [Job(number, seed, config, tally, start_s, weights) for number in range(jobs)]
     threads = [threading.Thread(target=job.work) for job in workers]
     for thread in threads:
@@ -364,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no kill after so long")
     parser.add_argument("--no-compare", action="store_true", help="leave out the unbroken run and its weights")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     parser.add_argument("--work", type=Path, help="folder to keep; a temporary one is removed at the end")
@@ -371,7 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         work = options.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        result = chaos(options.kills, options.seed, options.jobs, work, compare=not options.no_compare)
+        limits = {"compare": not options.no_compare, "most_s": 60 * options.minutes}
+        result = chaos(options.kills, options.seed, options.jobs, work, **limits)
     text = json.dumps(result, indent=1)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

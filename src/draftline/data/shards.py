@@ -277,6 +277,11 @@ class TokenDataset:
             answer_cut=batch.column("answer_cut")[row].as_py(),
         )
 
+    def count_token(self, token_id: int) -> int:
+        """How often a token occurs in all samples; reads the ids once, batch by batch."""
+        columns = (batch.column("input_ids").flatten().to_numpy() for batch in self._batches)
+        return sum(int(np.count_nonzero(ids == token_id)) for ids in columns)
+
     def require_tokenizer(self, fingerprint: str) -> None:
         """Refuse (UserError) a target whose tokenizer has another fingerprint than the data."""
         require_tokenizer(self.manifest, fingerprint, where=str(self.path))
@@ -284,7 +289,7 @@ class TokenDataset:
 
 def _read_shard(folder: Path, shard: ShardRecord, *, verify: bool) -> list[pa.RecordBatch]:
     file, mend = folder / shard.name, "prepare the data again or copy it anew"
-    if Path(shard.name).name != shard.name or not file.is_file():
+    if Path(shard.name).name != shard.name or len(shard.name) > 255 or not file.is_file():
         raise UserError("shard is missing", where=str(file), mend=mend)
     size = file.stat().st_size
     if size != shard.n_bytes:
@@ -296,12 +301,13 @@ def _read_shard(folder: Path, shard: ShardRecord, *, verify: bool) -> list[pa.Re
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate(full=verify)
+        is_ours = reader.schema == _SCHEMA
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"shard is not readable ({reason})", where=str(file), mend=mend) from None
     if any(column.null_count for batch in batches for column in batch.columns):
         raise UserError("shard has empty fields", where=str(file), mend=mend)
-    if reader.schema != _SCHEMA or sum(batch.num_rows for batch in batches) != shard.n_samples:
+    if not is_ours or sum(batch.num_rows for batch in batches) != shard.n_samples:
         raise UserError("shard does not hold what the manifest says", where=str(file), mend=mend)
     return batches
 

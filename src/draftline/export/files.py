@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from draftline.data.storage import disk_errors
 from draftline.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -33,8 +34,9 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
     """
     path = path.expanduser()
     refuse_foreign(path, marker=replaces)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
         os.chmod(temporary, 0o755)
@@ -97,9 +99,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for name in names:
         file = folder / name
-        if Path(name).name != name or not file.is_file():
-            raise UserError("no such file", where=str(file), mend="download or export the drafter again")
         try:
+            if Path(name).name != name or not file.is_file():
+                raise UserError("no such file", where=str(file), mend="download or export the drafter again")
             with safe_open(file, framework="pt") as handle:
                 weights.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError, ValueError) as error:

@@ -72,8 +72,14 @@ def load_export(path: Path, device: torch.device | str = "cpu", dtype: torch.dty
     path = Path(path).expanduser()
     spec = read_spec(path)
     weights = read_weights(path)
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Drafter(spec).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: tensor.shape for name, tensor in Drafter(spec).state_dict().items()}
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        where, reason = str(path / "config.json"), " ".join(str(error).split())[:300]
+        raise UserError(
+            f"describes no drafter that can be built ({reason})", where=where, mend="export again"
+        ) from error
     _check_weights(weights, expected, str(path / WEIGHTS))
     drafter = Drafter(spec)
     stored = next(iter(weights.values())).dtype

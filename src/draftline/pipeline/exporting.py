@@ -26,7 +26,7 @@ def drafter_of_run(run: Path) -> Drafter:
     try:
         drafter = Drafter(DrafterSpec.model_validate(checkpoint.state.get("spec")))
         drafter.load_state_dict(checkpoint.weights)
-    except (ValidationError, RuntimeError, ValueError) as error:
+    except (ValidationError, RuntimeError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{found[0]}: weights and description do not make a drafter ({reason})") from error
     return drafter

@@ -43,7 +43,7 @@ from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.run_folder import read_identity
 
 FUZZ = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
