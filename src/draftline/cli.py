@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -12,6 +13,9 @@ import typer
 
 from draftline import __version__
 from draftline.errors import DraftlineError
+
+# What a path or a disk of the user's can be wrong with, wherever it is met first.
+_USERS_PATHS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC})
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -111,6 +115,9 @@ def train(
 
     plan = make_run_plan(run)
     if dry_run:
+        from draftline.pipeline.run_folder import check_run_folder
+
+        check_run_folder(plan, resume=resume)
         typer.echo(dump_config(plan.config))
         _print_lines(plan_lines(plan))
         return
@@ -137,9 +144,12 @@ def evaluate(
 ) -> None:
     """Measure acceptance length by real decoding, beside plain decoding and prompt lookup."""
     from draftline.config.schema import TargetConfig
+    from draftline.data.storage import require_writable_file
     from draftline.devices import resolve_devices
     from draftline.evaluate.command import evaluate_files
 
+    if output is not None:
+        require_writable_file(output)
     report = evaluate_files(
         TargetConfig(model=target, trust_remote_code=trust_remote_code),
         drafter or [],
@@ -241,6 +251,12 @@ def main() -> None:
     except DraftlineError as error:
         typer.echo(f"draftline: {error}", err=True)
         _exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _USERS_PATHS:
+            raise
+        where = f"{str(error.filename)[:300]}: " if error.filename else ""
+        typer.echo(f"draftline: {where}{error.strerror}; check the path, its rights and the disk", err=True)
+        _exit(2)
     except KeyboardInterrupt:
         typer.echo("draftline: interrupted", err=True)
         sys.exit(130)

@@ -30,6 +30,7 @@ _LIMITS = {
 _KINDS = {
     "int": "must be a whole number",
     "float": "must be a number",
+    "finite": "must be a finite number",
     "bool": "must be true or false",
     "string": "must be text",
     "path": "must be a path (text)",

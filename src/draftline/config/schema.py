@@ -15,9 +15,9 @@ from draftline.config.drafter_spec import InBlockAttention, WindowOrigin
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and an unknown key is an error."""
+    """Base of all sections: frozen; an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -186,7 +186,7 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=6e-4, gt=0, description="Peak; the schedule gives its course.")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="Norm weights are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest gradient norm; null: no clipping.")

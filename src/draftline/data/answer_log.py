@@ -69,7 +69,8 @@ class AnswerLog:
         for path in (self.rejected_path, self.output):
             if path.stat().st_size == 0:
                 path.unlink()
-        self._close()
+        with disk_errors(self.output):
+            self._close()
 
     def _close(self) -> None:
         for file in (self._answers, self._rejects):

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Self
 from draftline.errors import UserError
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+_NO_ACCESS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+    | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO}
+)
 
 
 @contextmanager
@@ -67,6 +71,20 @@ def require_unused(output: Path) -> None:
         raise UserError("the output folder already holds another run", where=str(output), mend="choose a new folder")
 
 
+def require_writable_file(path: Path) -> None:
+    """Make the folders above a file that will be written later, and refuse a place where that cannot work.
+
+    Raises:
+        UserError: `path` is a folder, or nothing can be made beside it.
+    """
+    if path.is_dir():
+        raise UserError("is a folder, not a file", where=str(path), mend="choose another output")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
 class StagingFolder:
     """A folder that appears at `output` whole and synced when `publish` is called, or not at all.
 
@@ -80,8 +98,8 @@ class StagingFolder:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        require_unused(self.output)
         with disk_errors(self.output):
+            require_unused(self.output)
             self.path.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDONLY)
             self._lock(self._descriptor)

@@ -50,12 +50,14 @@ def evaluate_files(
     Raises:
         UserError: see `evaluate`; files that cannot be read; a tokenizer with more tokens than the target.
     """
-    from draftline.target.load import load_target, load_tokenizer
+    from draftline.target.load import load_target, load_tokenizer, masked_attention
 
     # A mistake in the methods should not wait for the weights.
     if any(method.is_tree for method in parse_methods(methods)) and target.attention == "auto":
         # The automatic choice may be a backend that takes no ancestor mask.
-        target = target.model_copy(update={"attention": "sdpa"})
+        target = target.model_copy(update={"attention": masked_attention(target)})
+    for path in drafters:
+        check_drafter(path)
     tokenizer = load_tokenizer(target)
     sets = _prompt_sets(prompts, tokenizer, limit)
     loaded = load_target(target, device, tokenizer=tokenizer)
@@ -82,13 +84,26 @@ def evaluate_files(
         )
 
 
-def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
-    """A drafter from an export (config.json in it), or from the newest whole checkpoint of a run folder."""
-    from draftline.export.zlab import load_export
+def check_drafter(path: Path) -> None:
+    """Refuses (UserError) what is no drafter, by its small files alone: before the target is loaded."""
+    from draftline.export.zlab import read_spec
+    from draftline.pipeline.checkpoint import list_checkpoints
 
     path = Path(path).expanduser()
     if not path.is_dir():
         raise UserError("no such folder", where=str(path), mend="give an export or a run folder")
+    if (path / "config.json").is_file():
+        read_spec(path)
+    elif not list_checkpoints(path):
+        raise UserError("holds no checkpoint", where=str(path), mend="give an export or the output of a training run")
+
+
+def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
+    """A drafter from an export (config.json in it), or from the newest whole checkpoint of a run folder."""
+    from draftline.export.zlab import load_export
+
+    check_drafter(path)
+    path = Path(path).expanduser()
     if (path / "config.json").is_file():
         return load_export(path, device, dtype)
     from draftline.pipeline.exporting import drafter_of_run

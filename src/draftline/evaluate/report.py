@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftline.data.storage import require_writable_file, write_text_atomic
 from draftline.decode.generation import TAU_DEFINITION
 
 SCHEMA_VERSION = 1
@@ -152,9 +153,9 @@ class EvalReport(_Data):
         )
 
     def write(self, path: Path) -> None:
-        """JSON file; folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+        """JSON file, replaced as a whole; folders are made. Raises UserError if it cannot be written."""
+        require_writable_file(path)
+        write_text_atomic(path, json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     def print(self) -> None:
         """Table on the terminal."""

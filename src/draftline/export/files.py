@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftline.data.storage import disk_errors
 from draftline.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -34,9 +33,12 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
     """
     path = path.expanduser()
     refuse_foreign(path, marker=replaces)
-    with disk_errors(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        reason = error.strerror
+        raise UserError(f"cannot be written ({reason})", where=str(path), mend="choose another folder") from error
     try:
         yield temporary
         os.chmod(temporary, 0o755)
@@ -44,6 +46,9 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
         if path.exists():
             shutil.rmtree(path)
         os.replace(temporary, path)
+    except (SafetensorError, OSError) as error:  # safetensors has no other way to tell that the disk is full
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"cannot be written ({error})", where=str(path), mend="free space or choose another") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from draftline.data.rows import plan_rows
 from draftline.data.shards import TokenDataset
 from draftline.drafter.loop import DrafterTrainLoop
 from draftline.drafter.schedule import LearningRate
@@ -33,8 +32,8 @@ from draftline.pipeline.core import End, LedgerCounts, LedgerState, Meeting, dra
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.meeting import MeetingRoom, UnhurriedClock
 from draftline.pipeline.reporting import RunReporter
-from draftline.pipeline.run_folder import RunFolder, claim_run_folder
-from draftline.pipeline.runplan import RunPlan
+from draftline.pipeline.run_folder import RunFolder, check_run_folder, claim_run_folder, undone_if_refused
+from draftline.pipeline.runplan import RunPlan, validation_rows
 from draftline.pipeline.signals import StopSignals
 from draftline.pipeline.threads import RowExchange
 from draftline.pipeline.traces import FailureTraces
@@ -98,10 +97,11 @@ def train(plan: RunPlan, *, resume: bool = False, export_initial: Path | None = 
         RunStoppedError: stopped by a signal, after its checkpoint.
     """
     with StopSignals() as signals, _shared_cores(plan):
+        check_run_folder(plan, resume=resume)
         learning_rate = LearningRate(plan.config.optimizer, len(plan.rows))
         targets = load_targets(plan)
         claimed = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
-        with closing(claimed) as folder, RunReporter(plan, folder) as reporter:
+        with closing(claimed) as folder, undone_if_refused(folder), RunReporter(plan, folder) as reporter:
             coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter)
             if export_initial is not None:
                 export_zlab(coordinator.drafters[0].module, export_initial, dtype="float32")
@@ -306,11 +306,8 @@ def _validation_rows(plan: RunPlan, capture: Capture) -> list[HiddenStateRow]:
     if path is None:
         return []
     dataset = TokenDataset.open(path)
-    rows = plan_rows(
-        dataset.lengths, dataset.supervised, row_tokens=plan.config.data.row_tokens, seed=plan.config.seed, epochs=1
-    )
     captured = []
-    for row in rows:
+    for row in validation_rows(dataset, plan.config):
         states = capture.capture(row, [dataset.sample(i) for i in row.samples])
         captured.append(_to_host(states))
     return captured

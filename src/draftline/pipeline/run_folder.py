@@ -15,13 +15,17 @@ import errno
 import fcntl
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from draftline.config.load import config_differences, dump_config, load_config
 from draftline.errors import UserError
-from draftline.pipeline.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
+from draftline.pipeline.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, read_checkpoint
 from draftline.pipeline.runplan import RunPlan
 
 CONFIG_FILE, IDENTITY_FILE, LOCK_FILE = "config.yaml", "run.json", "run.lock"
@@ -41,17 +45,52 @@ class RunFolder:
         checkpoint: where a resumed run goes on, or None for a new run.
         passed_over: one line for each newer checkpoint that was not whole.
         lock: locked until `close`, or until the process ends, however it ends.
+        is_new: claimed for a new run, empty before.
     """
 
     path: Path
     checkpoint: Checkpoint | None
     passed_over: tuple[str, ...] = ()
     lock: BinaryIO | None = None
+    is_new: bool = False
 
     def close(self) -> None:
         """Lets another process write here. Safe to call twice."""
         if self.lock is not None:
             self.lock.close()
+
+
+def check_run_folder(plan: RunPlan, *, resume: bool) -> None:
+    """What `claim_run_folder` would refuse, as far as it can be told before the target is loaded. Leaves nothing.
+
+    Raises:
+        UserError: as `claim_run_folder`.
+    """
+    path = plan.config.output
+    try:
+        if not resume:
+            _require_empty(path)
+            with tempfile.TemporaryFile(dir=next(p for p in (path, *path.absolute().parents) if p.exists())):
+                return
+        if not (path / CONFIG_FILE).exists():
+            raise UserError("holds no run to resume", where=str(path), mend="leave out --resume to start one")
+        _refuse_changes(plan, path, {"data": plan.dataset.manifest.fingerprint})
+    except OSError as error:
+        raise UserError(f"cannot be used ({error.strerror})", where=str(path), mend="choose another output") from error
+
+
+@contextmanager
+def undone_if_refused(folder: RunFolder) -> Iterator[None]:
+    """Bad input that shows only after the folder was claimed leaves nothing in it, so that the mended run can start."""
+    try:
+        yield
+    except UserError:
+        if folder.is_new and not list_checkpoints(folder.path):
+            for entry in folder.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            with suppress(OSError):  # a folder that the disk needs, for example a mount point, stays
+                folder.path.rmdir()
+        raise
 
 
 def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) -> RunFolder:
@@ -62,10 +101,7 @@ def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) ->
     """
     path = plan.config.output
     identity = {"data": plan.dataset.manifest.fingerprint, "target": target_fingerprint}
-    if resume and not (path / CONFIG_FILE).exists():
-        raise UserError("holds no run to resume", where=str(path), mend="leave out --resume to start one")
-    if not resume:
-        _require_empty(path)
+    check_run_folder(plan, resume=resume)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / LOCK_FILE)
@@ -73,7 +109,7 @@ def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) ->
             content = {"fingerprints": identity, "spec": plan.spec.model_dump(mode="json")}
             _write(path / IDENTITY_FILE, json.dumps(content))
             _write(path / CONFIG_FILE, dump_config(plan.config))
-            return RunFolder(path, None, lock=lock)
+            return RunFolder(path, None, lock=lock, is_new=True)
     except OSError as error:
         raise UserError(f"cannot be written ({error.strerror})", where=str(path)) from error
     _refuse_changes(plan, path, identity)

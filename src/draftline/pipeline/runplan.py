@@ -13,9 +13,11 @@ from draftline.config.schema import GradientSync, RunConfig
 from draftline.data.rows import plan_rows
 from draftline.data.shards import TokenDataset
 from draftline.devices import resolve_devices
+from draftline.drafter.schedule import LearningRate
 from draftline.drafter.spec import build_spec
 from draftline.errors import UserError
 from draftline.pipeline.core.admission import CoreSettings, check_settings
+from draftline.pipeline.start_checks import check_start
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
 from draftline.target.size import target_size
@@ -70,8 +72,8 @@ def make_run_plan(config: RunConfig) -> RunPlan:
     config = config.model_copy(update={"pipeline": pipeline})
     facts = target_facts(config.target)
     spec = build_spec(config.drafter, facts)
-    dataset = TokenDataset.open(config.data.path)
-    _check_vocabulary(dataset, facts, config.data.path)
+    check_start(config, spec, facts.num_layers)
+    dataset = _open_data(config.data.path, facts, spec)
     rows = plan_rows(
         dataset.lengths,
         dataset.supervised,
@@ -82,6 +84,9 @@ def make_run_plan(config: RunConfig) -> RunPlan:
     )
     if not rows:
         raise UserError("the data set yields zero rows", where=str(config.data.path), mend="prepare more conversations")
+    LearningRate(config.optimizer, len(rows))  # checks its whole course
+    if config.data.validation_path is not None:
+        validation_rows(_open_data(config.data.validation_path, facts, spec), config)
     row_bytes = [states_bytes(config, spec, row.n_tokens, pipeline.target_devices[0]) for row in rows]
     settings = _core_settings(config)
     check_settings(settings, row_bytes)
@@ -104,13 +109,28 @@ def _core_settings(config: RunConfig) -> CoreSettings:
     )
 
 
-def _check_vocabulary(dataset: TokenDataset, facts: TargetFacts, path: Path) -> None:
+def validation_rows(dataset: TokenDataset, config: RunConfig) -> list[PlannedRow]:
+    """The rows of the validation set, each once. Raises UserError if a sample does not fit into a row."""
+    return plan_rows(dataset.lengths, dataset.supervised, row_tokens=config.data.row_tokens, seed=config.seed, epochs=1)
+
+
+def _open_data(path: Path, facts: TargetFacts, spec: DrafterSpec) -> TokenDataset:
+    """Opens a prepared folder and refuses one that cannot be trained on with this target and drafter."""
+    dataset = TokenDataset.open(path)
     if dataset.manifest.vocab_size > facts.vocab_size:
         raise UserError(
             f"prepared with a tokenizer of {dataset.manifest.vocab_size} tokens, the target knows {facts.vocab_size}",
             where=str(path),
             mend="prepare the data with this target's tokenizer",
         )
+    used = dataset.count_token(spec.mask_token_id)
+    if used:
+        raise UserError(
+            f"{spec.mask_token_id} is a token that text uses: it occurs {used} times in {path}",
+            where="drafter.mask_token_id",
+            mend="choose an embedding row that text never uses (a reserved or unused token)",
+        )
+    return dataset
 
 
 def compute_dtype(setting: str, device: str) -> str:

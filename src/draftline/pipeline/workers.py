@@ -15,10 +15,10 @@ from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.drafter.sync import Replica
 from draftline.drafter.warm_start import start_from_target
-from draftline.errors import UserError
 from draftline.export.zlab import load_export
 from draftline.pipeline.checkpoint import Checkpoint
 from draftline.pipeline.runplan import RunPlan
+from draftline.pipeline.start_checks import chosen_init_layers, require_same_spec
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.cache import CachedCapture, StateCache
 from draftline.target.capture import TargetCapture
@@ -101,35 +101,14 @@ def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) 
     """
     if config.drafter.init_from is not None:
         source = load_export(config.drafter.init_from)
-        if source.spec != spec:
-            fields = [n for n in type(spec).model_fields if getattr(source.spec, n) != getattr(spec, n)]
-            raise UserError(
-                "is a drafter of another shape: "
-                + ", ".join(f"{n} {getattr(source.spec, n)} there, {getattr(spec, n)} here" for n in fields),
-                where=str(config.drafter.init_from),
-                mend="change the drafter section, or start from another drafter",
-            )
+        require_same_spec(source.spec, spec, config.drafter.init_from)
         return {name: value.float() for name, value in source.state_dict().items()}
     drafter = Drafter(spec)
     generator = torch.Generator().manual_seed(config.seed)
     drafter.init_weights(generator)
     if config.drafter.init == "target_layers":
-        start_from_target(drafter, target, _init_layers(config, target.num_layers), generator)
+        start_from_target(drafter, target, chosen_init_layers(config, target.num_layers), generator)
     return dict(drafter.state_dict())
-
-
-def _init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
-    chosen = config.drafter.init_layers
-    if chosen is None:
-        chosen = tuple(range(num_target_layers - config.drafter.num_layers, num_target_layers))
-    bad = [layer for layer in chosen if not 0 <= layer < num_target_layers]
-    if bad:
-        raise UserError(
-            f"target layers {bad} do not exist",
-            where="drafter.init_layers",
-            mend=f"choose from 0..{num_target_layers - 1}",
-        )
-    return chosen
 
 
 def _make_drafter(

@@ -10,6 +10,9 @@ import copy
 import dataclasses
 import hashlib
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +213,12 @@ def resolve_attention(config: TargetConfig, device: torch.device, dtype: torch.d
     return "eager" if capped else "sdpa"
 
 
+def masked_attention(config: TargetConfig) -> str:
+    """A backend that takes any attention mask, as trees need it, and that computes what the model means."""
+    text_config = load_hf_config(config).get_text_config(decoder=True)
+    return "eager" if getattr(text_config, "attn_logit_softcapping", None) is not None else "sdpa"
+
+
 def tokenizer_stop_ids(tokenizer: Any) -> frozenset[int]:
     """The tokenizer's end token, and the special token that its chat template puts behind an assistant's answer."""
     stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
@@ -238,22 +247,27 @@ def fingerprint(model: Any, facts: TargetFacts) -> str:
 
 def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     import transformers
+    from safetensors import SafetensorError
 
     source = model_source(config)
     auto_class = getattr(transformers, auto_class_name(hf_config) or "AutoModelForCausalLM")
     where = f"target.model {config.model}"
     try:
-        model, info = auto_class.from_pretrained(
-            source.name,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
-            output_loading_info=True,
-            **source.kwargs(),
-        )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        with _quiet_report():
+            model, info = auto_class.from_pretrained(
+                source.name,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **source.kwargs(),
+            )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise UserError(f"cannot load the model: {first_line(error)}", where=where, mend="check the files") from error
-    missing = sorted((*info["missing_keys"], *info.get("mismatched_keys", ())), key=str)
+    missing = sorted((*info["missing_keys"], *(key[0] for key in info.get("mismatched_keys", ()))))
     if missing:
         raise UserError(
             f"{len(missing)} weights are missing or of another shape, first {missing[0]}",
@@ -261,6 +275,21 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
             mend="they would be random: give the complete model",
         )
     return model
+
+
+@contextmanager
+def _quiet_report() -> Iterator[None]:
+    """What transformers would print about missing weights is told in one line of ours."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def _freeze(model: Any, device: torch.device) -> Any:

@@ -1,0 +1,66 @@
+"""What can be seen to be wrong with a run before any weight is loaded, beyond what its configuration alone tells."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.config.schema import RunConfig
+from draftline.drafter.head_fp8 import require_fp8
+from draftline.errors import UserError
+from draftline.export.zlab import read_spec
+from draftline.export.zlab_config import refuse_unservable
+
+
+def check_start(config: RunConfig, spec: DrafterSpec, num_target_layers: int) -> None:
+    """Refuses a run that would load its target only to fail then, or train only to fail at its export.
+
+    Args:
+        config: with devices resolved.
+        spec: of the drafter.
+
+    Raises:
+        UserError: see the checks below.
+    """
+    refuse_unservable(spec)  # every run ends with an export
+    if config.drafter.init_from is not None:
+        require_same_spec(read_spec(config.drafter.init_from.expanduser()), spec, config.drafter.init_from)
+    elif config.drafter.init == "target_layers":
+        chosen_init_layers(config, num_target_layers)
+    if config.objective.head_dtype == "fp8":
+        for device in config.pipeline.drafter_devices:
+            require_fp8(torch.device(device))
+    for name in config.monitor.trackers:
+        if importlib.util.find_spec(name) is None:
+            mend = "install draftline[trackers], or leave it out"
+            raise UserError(f"{name} is not installed", where="monitor.trackers", mend=mend)
+
+
+def require_same_spec(found: DrafterSpec, wanted: DrafterSpec, where: Path) -> None:
+    """A drafter that is trained further must be the one that the configuration describes."""
+    fields = [n for n in DrafterSpec.model_fields if getattr(found, n) != getattr(wanted, n)]
+    if fields:
+        raise UserError(
+            "is a drafter of another shape: "
+            + ", ".join(f"{n} {getattr(found, n)} there, {getattr(wanted, n)} here" for n in fields),
+            where=str(where),
+            mend="change the drafter section, or start from another drafter",
+        )
+
+
+def chosen_init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
+    """Target layers that `drafter.init: target_layers` copies, one a drafter layer; the target's last by default."""
+    chosen = config.drafter.init_layers
+    if chosen is None:
+        chosen = tuple(range(num_target_layers - config.drafter.num_layers, num_target_layers))
+    bad = [layer for layer in chosen if not 0 <= layer < num_target_layers]
+    if bad:
+        raise UserError(
+            f"target layers {bad} do not exist",
+            where="drafter.init_layers",
+            mend=f"choose from 0..{num_target_layers - 1}",
+        )
+    return chosen
