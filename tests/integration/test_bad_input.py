@@ -67,7 +67,7 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         ("data.validation_path=nowhere", "nowhere: no such folder"),
         ("objective.head_dtype=fp8", "fp8 needs a GPU"),
         ("drafter.sliding={layers: [1], origin: anchor}", "cannot be served"),
-        ("optimizer.betas=[1, 0.9]", "betas.0: must be below 1"),
+        ("optimizer.betas=[1, 0.9]", "betas [1.0, 0.9] must be at least 0 and below 1"),
         ("optimizer.learning_rate=.inf", "must be a finite number"),
         ("pipeline.queue_bytes=1", "below the largest row"),
         ("pipeline.drafter_devices=[cuda:77]", "does not exist"),
@@ -188,3 +188,13 @@ def test_regeneration_on_a_full_disk_ends_with_one_line_and_goes_on_afterwards(
     assert "6 in == " in report.summary_lines()[0]
     ids = [json.loads(row)["id"] for row in answers.read_text().splitlines()]
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("gemma2", "eager"), ("qwen3", "sdpa")])
+def test_trees_get_a_backend_that_takes_their_mask_and_keeps_the_targets_cap(
+    make_tiny_target: Any, kind: str, backend: str
+) -> None:
+    from draftline.config.schema import TargetConfig
+    from draftline.target.load import masked_attention
+
+    assert masked_attention(TargetConfig(model=str(make_tiny_target(kind)))) == backend

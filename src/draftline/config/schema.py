@@ -186,12 +186,18 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=6e-4, gt=0, description="Peak; the schedule gives its course.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="Norm weights are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest gradient norm; null: no clipping.")
     accumulate_rows: int = Field(default=1, ge=1, description="Rows of one optimizer step of one drafter.")
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas {list(self.betas)} must be at least 0 and below 1")
+        return self
 
 
 class PipelineConfig(Section):
