@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import threading
@@ -246,6 +247,8 @@ def _exit(code: int) -> None:
 
 def main() -> None:
     """Entry point: errors meant for the user are one line on stderr and an exit code, nothing else."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log shows each line when it is printed, not pages later
     try:
         app()
     except DraftlineError as error:
