@@ -68,15 +68,15 @@ def test_sigterm_and_sigint_leave_a_usable_checkpoint_and_the_run_goes_on_to_its
     assert "in flight 0 + remaining 0" in printed
 
 
-@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_second_signal_ends_the_process_at_once(second: signal.Signals, code: int):
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once(second: signal.Signals):
     process = subprocess.Popen([sys.executable, "-c", WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "signal SIGTERM\n"
     process.send_signal(second)
-    assert process.wait(60) == code
+    assert process.wait(60) == -second  # a shell shows it as 143 or 130
     process.stdout.close()
 
 
