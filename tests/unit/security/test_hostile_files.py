@@ -156,7 +156,7 @@ def put_back(folder: Path) -> Iterator[None]:
             path.write_bytes(content)
 
 
-def meets(root: Path, read: Callable[[], Any]) -> None:
+def check_meets(root: Path, read: Callable[[], Any]) -> None:
     """`read` either works or says what is wrong in words; it leaves the files around it alone."""
     before = tree(root)
     try:
@@ -174,7 +174,7 @@ def meets(root: Path, read: Callable[[], Any]) -> None:
 def test_conversation_lines(tmp_path: Path, data: bytes, skip: bool):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(data + b"\n" + json.dumps(CONVERSATION).encode())
-    meets(tmp_path, lambda: list(read_conversations([str(file)], Tally(skip_bad_rows=skip))))
+    check_meets(tmp_path, lambda: list(read_conversations([str(file)], Tally(skip_bad_rows=skip))))
 
 
 @FUZZ
@@ -186,7 +186,7 @@ def test_parquet_files(tmp_path: Path, data: st.DataObject):
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "response": ["c", "d"]}), file)
     file.write_bytes(data.draw(torn(file.read_bytes())))
-    meets(tmp_path, lambda: list(read_conversations([str(file)], Tally(skip_bad_rows=True))))
+    check_meets(tmp_path, lambda: list(read_conversations([str(file)], Tally(skip_bad_rows=True))))
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_data_manifests(tmp_path: Path, dataset: Path, data: st.DataObject):
     file = dataset / "manifest.json"
     with put_back(dataset):
         file.write_bytes(data.draw(hostile(json.loads(file.read_bytes()))))
-        meets(tmp_path, lambda: TokenDataset.open(dataset))
+        check_meets(tmp_path, lambda: TokenDataset.open(dataset))
 
 
 @FUZZ
@@ -224,7 +224,7 @@ def test_shards_whose_hash_is_right(tmp_path: Path, dataset: Path, data: st.Data
         content["shards"][0] |= {"n_bytes": len(spoilt), "sha256": hashlib.sha256(spoilt).hexdigest()}
         shard.write_bytes(spoilt)
         manifest.write_text(json.dumps(content))
-        meets(tmp_path, read)
+        check_meets(tmp_path, read)
 
 
 @FUZZ
@@ -289,7 +289,7 @@ def test_checkpoint_manifests(tmp_path: Path, run: Path, data: st.DataObject):
     file = folder / "manifest.json"
     with put_back(run):
         file.write_bytes(data.draw(hostile(json.loads(file.read_bytes()))))
-        meets(tmp_path, lambda: read_checkpoint(folder))
+        check_meets(tmp_path, lambda: read_checkpoint(folder))
         found = latest_checkpoint(run)
         assert found is not None and all("\n" not in line for line in found[1])
 
@@ -305,9 +305,9 @@ def test_checkpoint_states_whose_hash_is_right(tmp_path: Path, run: Path, state:
     with put_back(run):
         (folder / "state.json").write_bytes(data.draw(hostile(state)))
         reseal(folder)
-        meets(tmp_path, read)
-        meets(tmp_path, lambda: drafter_of_run(run))
-        meets(tmp_path, lambda: run_doctor(DoctorContext(run=run), [("run", check_run)]))
+        check_meets(tmp_path, read)
+        check_meets(tmp_path, lambda: drafter_of_run(run))
+        check_meets(tmp_path, lambda: run_doctor(DoctorContext(run=run), [("run", check_run)]))
 
 
 @FUZZ
@@ -319,8 +319,8 @@ def test_checkpoint_weights_whose_hash_is_right(tmp_path: Path, run: Path, data:
     with put_back(run):
         file.write_bytes(data.draw(st.one_of(torn(file.read_bytes()), torn(other), st.just(other))))
         reseal(folder)
-        meets(tmp_path, lambda: read_checkpoint(folder))
-        meets(tmp_path, lambda: drafter_of_run(run))
+        check_meets(tmp_path, lambda: read_checkpoint(folder))
+        check_meets(tmp_path, lambda: drafter_of_run(run))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -340,8 +340,8 @@ def test_files_of_a_run(tmp_path: Path, run: Path, name: str, data: st.DataObjec
     with put_back(run):
         spoilt = [data.draw(hostile(line)) if data.draw(st.booleans()) else json.dumps(line).encode() for line in lines]
         file.write_bytes(b"\n".join(spoilt))
-        meets(tmp_path, lambda: READERS[name](run))
-        meets(tmp_path, lambda: run_doctor(DoctorContext(run=run), [("run", check_run)]))
+        check_meets(tmp_path, lambda: READERS[name](run))
+        check_meets(tmp_path, lambda: run_doctor(DoctorContext(run=run), [("run", check_run)]))
 
 
 # ---- configurations and exports
@@ -352,7 +352,7 @@ def test_files_of_a_run(tmp_path: Path, run: Path, name: str, data: st.DataObjec
 def test_run_configurations(tmp_path: Path, data: bytes):
     file = tmp_path / "run.yaml"
     file.write_bytes(data)
-    meets(tmp_path, lambda: load_config([file]))
+    check_meets(tmp_path, lambda: load_config([file]))
 
 
 def test_a_yaml_bomb_and_a_deep_yaml_are_one_line(tmp_path: Path):
@@ -378,8 +378,8 @@ def test_export_descriptions(tmp_path: Path, export: Path, name: str, data: st.D
     file = export / name
     with put_back(export):
         file.write_bytes(data.draw(hostile(json.loads(file.read_bytes()))))
-        meets(tmp_path, lambda: read_spec(export))
-        meets(tmp_path, lambda: load_export(export))
+        check_meets(tmp_path, lambda: read_spec(export))
+        check_meets(tmp_path, lambda: load_export(export))
 
 
 @FUZZ
@@ -388,10 +388,10 @@ def test_export_weights(tmp_path: Path, export: Path, data: st.DataObject):
     file, index = export / "model.safetensors", export / "model.safetensors.index.json"
     with put_back(export):
         file.write_bytes(data.draw(torn(file.read_bytes())))
-        meets(tmp_path, lambda: load_export(export))
+        check_meets(tmp_path, lambda: load_export(export))
     with put_back(export):
         index.write_bytes(data.draw(hostile({"weight_map": {"fc.weight": "model.safetensors"}})))
-        meets(tmp_path, lambda: load_export(export))
+        check_meets(tmp_path, lambda: load_export(export))
 
 
 # ---- sizes
