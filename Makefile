@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# Byte code is made where it is imported first: compiling all of torch and transformers here would take half a minute.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 DEMO_DIR ?= demo
 SCHEDULES ?= 1000000
 SEED ?= 0
@@ -16,6 +17,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.base
 	$(PIP) -e '.[test,lint]'
 	touch $@
 
@@ -33,28 +38,30 @@ $(VENV)/.interop: $(VENV)/.model
 demo: $(VENV)/.model
 	$(BIN)/draftline demo --output $(DEMO_DIR)
 
-test: $(VENV)/.model
+test: $(VENV)/.model $(VENV)/.tools
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-lint: $(VENV)/.base
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.base
+format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-interop: $(VENV)/.interop
+interop: $(VENV)/.interop $(VENV)/.tools
 	$(BIN)/python -m pytest tests/interop
 
 # Random schedules of the pipeline's core, with failures; exits 1 at the first broken promise.
 simulate: $(VENV)/.base
 	$(BIN)/python -m draftline.pipeline.core.simulate --schedules $(SCHEDULES) --seed $(SEED)
 
-# Kills a real run at random moments and resumes it; about 10 s a kill and job. Exits 1 at the first broken promise.
+# Kills a real run at random moments and resumes it; a few seconds a kill and job. Exits 1 at the first broken promise;
+# cut off, it goes on where it was.
 chaos: $(VENV)/.base
-	$(BIN)/python scripts/chaos.py --kills $(KILLS) --seed $(SEED) --jobs $(CHAOS_JOBS) --output benchmarks/results/chaos.json
+	$(BIN)/python scripts/chaos.py --kills $(KILLS) --seed $(SEED) --jobs $(CHAOS_JOBS) --work build/chaos \
+		--output benchmarks/results/chaos.json
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

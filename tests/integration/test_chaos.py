@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,21 +11,28 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def chaos() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "chaos.py"
-    spec = importlib.util.spec_from_file_location("chaos", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module
-    spec.loader.exec_module(module)
-    return module
+def chaos() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+        yield importlib.import_module("chaos")
 
 
 def test_e14_a_killed_run_goes_on_and_commits_every_row_once(chaos: ModuleType, tmp_path: Path):
-    result = chaos.chaos(3, 5, 1, tmp_path, compare=False)
+    result = chaos.chaos(3, 5, 1, tmp_path / "work", compare=False)
     assert result["broken_promises"] == []
     assert result["kills"] == 3 and result["kills_after_the_first_step"] >= 2
     assert result["runs_that_reached_their_end"] >= 1
+    again = chaos.chaos(3, 5, 1, tmp_path / "work", compare=False)  # all of it is written down
+    assert again["moments"] == result["moments"]
+    with pytest.raises(SystemExit, match="belongs to other kills"):
+        chaos.chaos(3, 6, 1, tmp_path / "work", compare=False)
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(chaos: ModuleType, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(SystemExit, match="holds something else"):
+        chaos.chaos(1, 0, 1, tmp_path)
+    assert (tmp_path / "mine.txt").exists()
 
 
 def test_the_verifier_finds_a_checkpoint_that_is_half_there(chaos: ModuleType, tmp_path: Path):

@@ -11,7 +11,6 @@ ends         at its first Stop
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,9 +29,19 @@ from draftline.target.loop import Clock, map_tensors
 
 
 class TrainingLog(Protocol):
-    """Where a drafter reports what it trained; called once per finished row, in the drafter's thread."""
+    """Where a drafter reports, in its own thread: each finished row, and each other step that was skipped."""
 
     def row_trained(self, report: TrainedRow) -> None: ...
+
+    def step_skipped(self, drafter: int, what: str) -> None: ...
+
+
+class Meetings(Protocol):
+    """What becomes of the replicas when drafters meet; see pipeline/meeting.py."""
+
+    def hold(self, meeting: Meeting) -> None: ...
+
+    def take_over(self, meeting: Meeting) -> tuple[Tensor, Tensor] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class DrafterTrainLoop:
         step: forward and backward of one row.
         replica: masters and optimizer of this drafter.
         learning_rate: the run's schedule.
-        meet: called with a Meeting by the last drafter to arrive; averages, checkpoints.
+        meetings: held by the last drafter to arrive, taken over by each.
         log: where finished rows are reported.
         clock: records working and waiting.
         accumulate_rows: rows of one optimizer step; 0 leaves stepping to the synchronizer.
@@ -93,7 +102,7 @@ class DrafterTrainLoop:
         replica: Replica,
         learning_rate: LearningRate,
         *,
-        meet: Callable[[Meeting], None],
+        meetings: Meetings,
         log: TrainingLog,
         clock: Clock,
         accumulate_rows: int,
@@ -101,7 +110,7 @@ class DrafterTrainLoop:
     ) -> None:
         self.drafter, self.name = drafter, f"drafter-{drafter}"
         self._exchange, self._step, self._replica = exchange, step, replica
-        self._learning_rate, self._meet, self._log, self._clock = learning_rate, meet, log, clock
+        self._learning_rate, self._meetings, self._log, self._clock = learning_rate, meetings, log, clock
         self._accumulate_rows = accumulate_rows
         self._device = replica.optimizer.device
         self._prefetch_rows = prefetch_rows if self._device.type == "cuda" else 0
@@ -118,18 +127,29 @@ class DrafterTrainLoop:
                 if isinstance(item, StopItem):
                     return
                 if isinstance(item, SyncItem):
-                    self._finish_rows()
-                    with self._clock.span("waiting", Wait.MEETING):
-                        self._exchange.meet(self.drafter, item.round_id, self._averaging)
+                    self._attend(item.round_id)
                     continue
                 with self._clock.span("working", f"row {item.row.row_id}", tokens=item.row.n_tokens):
                     self._train(item)
                 while len(self._in_flight) > self._prefetch_rows:
                     self._finish_one()
 
+    def _attend(self, round_id: int) -> None:
+        self._finish_rows()
+        with self._clock.span("waiting", Wait.MEETING):
+            meeting = self._exchange.meet(self.drafter, round_id, self._averaging)
+        with self._clock.span("averaging", f"round {round_id}"):
+            step = self._meetings.take_over(meeting)
+        if step is not None and self.drafter == meeting.leader:  # all members took the same step
+            self._count_skipped(step, f"the step of round {round_id}")
+
     def _averaging(self, meeting: Meeting) -> None:
         with self._clock.span("averaging", f"round {meeting.round_id}"):
-            self._meet(meeting)
+            self._meetings.hold(meeting)
+
+    def _count_skipped(self, step: tuple[Tensor, Tensor], what: str) -> None:
+        if bool(step[1]):
+            self._log.step_skipped(self.drafter, what)
 
     def _train(self, item: RowItem[HiddenStateRow]) -> None:
         row = self._on_device(item.payload)
@@ -155,7 +175,7 @@ class DrafterTrainLoop:
         while self._in_flight:
             self._finish_one()
         if self._accumulate_rows and self._absorbed_rows:
-            self._update()
+            self._count_skipped(self._update(), "the last step of a round")
 
     def _finish_one(self) -> None:
         flight = self._in_flight.popleft()

@@ -1,14 +1,17 @@
-"""Synchronizer: what happens when all drafters meet.
+"""Synchronizer: what happens when all drafters meet, in two halves.
 
-Consumes: the replicas of the drafters present, and how many supervised tokens each trained in the round.
-Produces: equal weights in all replicas. Runs in the thread of the drafter that arrives last, while the others wait;
-nobody touches a replica meanwhile. Everything is reduced into new tensors and checked before the first replica is
-written, so a meeting interrupted by a failure can be repeated among those left.
+reduce    the leader's thread, while the others wait and before the round is committed: consumes the replicas of the
+          drafters present, and how many supervised tokens each trained in the round; produces a Reduced, all in new
+          tensors. No replica and no state of the synchronizer changes.
+apply     each member's own thread, after the commit: writes the Reduced into that member's replica.
+
+So a meeting that is interrupted before its commit leaves every replica as it was and is repeated among those left; one
+that was committed is what every member left applies. A member that fails while it applies is lost with its replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +37,53 @@ class Replica:
     supervised_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class OuterState:
+    """Global weights and Nesterov momentum of the outer optimizer (DiLoCo, arXiv 2311.08105)."""
+
+    weights: list[Tensor]
+    momentum: list[Tensor]
+
+    def stepped(self, averaged: Sequence[Tensor], learning_rate: float, momentum: float) -> OuterState:
+        """The state after one step: v = mu v + d; w = w - lr (d + mu v) with d = w - averaged. In new tensors."""
+        after = OuterState([], [])
+        for weight, velocity, mean in zip(self.weights, self.momentum, averaged, strict=True):
+            delta = weight - mean.to(weight)
+            velocity = (velocity * momentum).add_(delta)
+            after.weights.append(weight - learning_rate * (delta + momentum * velocity))
+            after.momentum.append(velocity)
+        return after
+
+
+@dataclass(frozen=True, slots=True)
+class JointStep:
+    """One optimizer step that all members take: summed gradients and denominator; None: the only member's own."""
+
+    learning_rate: float
+    gradients: list[Tensor] | None = None
+    denominator: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What the members of a meeting agreed on, before any of them has applied it.
+
+    Attributes:
+        weights: new masters; None: they stay.
+        moments: new AdamW state by key; None: each member keeps its own, or (`resets_moments`) starts anew.
+        outer: the outer optimizer's state after the meeting; None for other kinds, or if nobody trained.
+        step: the step of `gradient`.
+    """
+
+    weights: list[Tensor] | None = None
+    moments: dict[str, Tensor] | None = None
+    resets_moments: bool = False
+    outer: OuterState | None = None
+    step: JointStep | None = None
+
+
 class Synchronizer:
-    """Applies one kind of sync to the replicas present.
+    """Holds one kind of sync.
 
     Args:
         config: sync section of the configuration.
@@ -49,6 +97,13 @@ class Synchronizer:
     def kind(self) -> str:
         return self._config.kind
 
+    @property
+    def leaves_moments_alike(self) -> bool:
+        """True if all members have the same AdamW state after a meeting."""
+        if isinstance(self._config, AverageSync):
+            return self._config.moments != "keep"
+        return isinstance(self._config, GradientSync)
+
     def begin(self, replicas: Sequence[Replica]) -> None:
         """Called once before training, with equal replicas: remembers the global weights of the outer step."""
         if isinstance(self._config, OuterSync) and self._outer is None:
@@ -58,48 +113,70 @@ class Synchronizer:
             )
 
     @torch.no_grad()
-    def run(self, present: Sequence[Replica], learning_rate: float) -> None:
-        """Makes all replicas present equal.
+    def reduce(self, present: Sequence[Replica], learning_rate: float) -> Reduced:
+        """What the replicas present shall become. Changes nothing.
 
         Args:
             present: replicas of the drafters that met, at least one.
             learning_rate: for `gradient`, the rate of the joint step.
 
         Raises:
-            RunFailedError: a reduced value is not finite; no replica has been written then.
+            RunFailedError: a reduced value is not finite.
         """
+        devices = {r.optimizer.device for r in present}
+        _finish(devices)  # what the members launched on streams of their own
         if isinstance(self._config, GradientSync):
-            _joint_step(present, learning_rate)
+            reduced = Reduced(step=_joint_step(present, learning_rate))
         elif isinstance(self._config, CopySync):
-            _copy_weights(present[0], present[1:])
+            reduced = Reduced(weights=_copied_weights(present[0], n_present=len(present)))
         else:
-            self._average(present)
-        for replica in present:
-            replica.supervised_tokens = 0
-        for device in {r.optimizer.device for r in present if r.optimizer.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+            reduced = self._averaged(present)
+        _finish(devices)
+        return reduced
 
-    def _average(self, present: Sequence[Replica]) -> None:
+    @torch.no_grad()
+    def apply(self, replica: Replica, reduced: Reduced) -> tuple[Tensor, Tensor] | None:
+        """Writes what a committed meeting agreed on into one replica.
+
+        Returns:
+            (gradient norm, skipped) if this was an optimizer step, see `MasterOptimizer.step`; else None.
+        """
+        optimizer, outcome = replica.optimizer, None
+        if reduced.weights is not None:
+            for master, value in zip(optimizer.masters, reduced.weights, strict=True):
+                master.copy_(value)
+            optimizer.refresh()
+        if reduced.moments is not None:
+            optimizer.load_moments(reduced.moments)
+        elif reduced.resets_moments:
+            optimizer.reset_moments()
+        if reduced.outer is not None:
+            self._outer = reduced.outer  # the same for every member
+        if reduced.step is not None:
+            outcome = _take(optimizer, reduced.step)
+        replica.supervised_tokens = 0
+        _finish([optimizer.device])
+        return outcome
+
+    def run(self, present: Sequence[Replica], learning_rate: float) -> None:
+        """Both halves at once, for all replicas present."""
+        reduced = self.reduce(present, learning_rate)
+        for replica in present:
+            self.apply(replica, reduced)
+
+    def _averaged(self, present: Sequence[Replica]) -> Reduced:
         shares = averaging_shares([r.supervised_tokens for r in present])
         if shares is None:
-            return
-        weights = _reduce([r.optimizer.masters for r in present], shares)
+            return Reduced()
+        weights = _weighted_sum([r.optimizer.masters for r in present], shares)
         _require_finite(weights, "averaged weights")
         if isinstance(self._config, OuterSync):
             assert self._outer is not None, "begin() was not called"
-            weights = self._outer.step(weights, self._config.outer_learning_rate, self._config.outer_momentum)
-        moments_mode = self._config.moments if isinstance(self._config, AverageSync) else "keep"
-        moments = None
-        if moments_mode == "average" and len(present) > 1:
-            moments = _averaged_moments(present, shares)
-        for replica in present:
-            for master, value in zip(replica.optimizer.masters, weights, strict=True):
-                master.copy_(value)
-            replica.optimizer.refresh()
-            if moments is not None:
-                replica.optimizer.load_moments(moments)
-            elif moments_mode == "reset":
-                replica.optimizer.reset_moments()
+            outer = self._outer.stepped(weights, self._config.outer_learning_rate, self._config.outer_momentum)
+            return Reduced(weights=outer.weights, outer=outer)
+        mode = self._config.moments if isinstance(self._config, AverageSync) else "keep"
+        moments = _averaged_moments(present, shares) if mode == "average" and len(present) > 1 else None
+        return Reduced(weights=weights, moments=moments, resets_moments=mode == "reset")
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of the outer step for a checkpoint; empty for other kinds."""
@@ -118,31 +195,20 @@ class Synchronizer:
             self._outer.momentum[i].copy_(tensors[f"momentum.{i}"])
 
 
-@dataclass(slots=True)
-class OuterState:
-    """Global weights and Nesterov momentum of the outer optimizer (DiLoCo, arXiv 2311.08105)."""
-
-    weights: list[Tensor]
-    momentum: list[Tensor]
-
-    def step(self, averaged: Sequence[Tensor], learning_rate: float, momentum: float) -> list[Tensor]:
-        """New global weights: v = mu v + d; w = w - lr (d + mu v) with d = w - averaged."""
-        new = []
-        for weight, velocity, mean in zip(self.weights, self.momentum, averaged, strict=True):
-            delta = weight - mean.to(weight)
-            velocity.mul_(momentum).add_(delta)
-            weight.sub_(learning_rate * (delta + momentum * velocity))
-            new.append(weight)
-        return new
-
-
 def averaging_shares(supervised_tokens: Sequence[int]) -> list[float] | None:
     """Share of each drafter in the average, or None if nobody trained anything."""
     total = sum(supervised_tokens)
     return [n / total for n in supervised_tokens] if total else None
 
 
-def _reduce(replicas: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> list[Tensor]:
+def _finish(devices: Iterable[torch.device]) -> None:
+    """Waits until devices have done what was launched on them; nothing to wait for on the CPU."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _weighted_sum(replicas: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> list[Tensor]:
     """Weighted sum over replicas, parameter by parameter, on the first replica's device, in new tensors."""
     reduced = []
     for tensors in zip(*replicas, strict=True):
@@ -163,33 +229,36 @@ def _averaged_moments(present: Sequence[Replica], shares: Sequence[float]) -> di
         if key.endswith(".step"):
             averaged[key] = torch.stack([v.to(values[0].device) for v in values]).max()
         else:
-            averaged[key] = _reduce([[v] for v in values], shares)[0]
+            averaged[key] = _weighted_sum([[v] for v in values], shares)[0]
     return averaged
 
 
-def _joint_step(present: Sequence[Replica], learning_rate: float) -> None:
-    """Sums gradients and denominators over replicas; every replica takes the same step.
+def _joint_step(present: Sequence[Replica], learning_rate: float) -> JointStep:
+    """Sums gradients and denominators over replicas.
 
     A replica that had no row gives zero numerator and zero denominator, and is none the less updated.
     """
-    if len(present) > 1:
-        gradients = _reduce([r.optimizer.gradients for r in present], [1.0] * len(present))
-        first = present[0].optimizer.denominator
-        denominator = sum((r.optimizer.denominator.to(first.device) for r in present), torch.zeros_like(first))
-        for replica in present:
-            for own, total in zip(replica.optimizer.gradients, gradients, strict=True):
-                own.copy_(total)
-            replica.optimizer.denominator.copy_(denominator)
-    for replica in present:
-        replica.optimizer.step(learning_rate)
+    if len(present) == 1:
+        return JointStep(learning_rate)
+    gradients = _weighted_sum([r.optimizer.gradients for r in present], [1.0] * len(present))
+    first = present[0].optimizer.denominator
+    denominator = sum((r.optimizer.denominator.to(first.device) for r in present), torch.zeros_like(first))
+    return JointStep(learning_rate, gradients, denominator)
 
 
-def _copy_weights(source: Replica, others: Sequence[Replica]) -> None:
-    _require_finite(source.optimizer.masters, f"weights of drafter {source.drafter}")
-    for replica in others:
-        for master, value in zip(replica.optimizer.masters, source.optimizer.masters, strict=True):
-            master.copy_(value)
-        replica.optimizer.refresh()
+def _take(optimizer: MasterOptimizer, step: JointStep) -> tuple[Tensor, Tensor]:
+    if step.gradients is not None and step.denominator is not None:
+        for own, total in zip(optimizer.gradients, step.gradients, strict=True):
+            own.copy_(total)
+        optimizer.denominator.copy_(step.denominator)
+    return optimizer.step(step.learning_rate)
+
+
+def _copied_weights(source: Replica, *, n_present: int) -> list[Tensor] | None:
+    """A copy, because the source trains on as soon as the meeting is committed; None if there is nobody to give it."""
+    masters = source.optimizer.masters
+    _require_finite(masters, f"weights of drafter {source.drafter}")
+    return [m.detach().clone() for m in masters] if n_present > 1 else None
 
 
 def _require_finite(tensors: Sequence[Tensor], what: str) -> None:

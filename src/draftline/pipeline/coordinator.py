@@ -28,15 +28,16 @@ from draftline.drafter.sync import Synchronizer
 from draftline.errors import DraftlineError, RunFailedError, RunStoppedError
 from draftline.export.zlab import export_zlab
 from draftline.pipeline.budget import FailureBudget, is_sticky
-from draftline.pipeline.core import End, LedgerCounts, LedgerState, Meeting, drafter_worker
+from draftline.pipeline.core import End, LedgerCounts, LedgerState, drafter_worker
 from draftline.pipeline.exporting import drafter_of_run
-from draftline.pipeline.meeting import MeetingRoom, UnhurriedClock
+from draftline.pipeline.meeting import MeetingRoom, Seat, UnhurriedClock
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.run_folder import RunFolder, check_run_folder, claim_run_folder, undone_if_refused
 from draftline.pipeline.runplan import RunPlan, validation_rows
 from draftline.pipeline.signals import StopSignals
 from draftline.pipeline.threads import RowExchange
 from draftline.pipeline.traces import FailureTraces
+from draftline.pipeline.validation import Validator
 from draftline.pipeline.workers import (
     DrafterWorker,
     load_targets,
@@ -159,9 +160,9 @@ class PipelineCoordinator:
             self.drafters,
             synchronizer,
             learning_rate,
-            ledger=lambda meeting: ledger_after(self.exchange.snapshot(), meeting).to_json(),
+            ledger=lambda: self.exchange.snapshot().to_json(),
             fingerprints={"data": plan.dataset.manifest.fingerprint, "target": targets[0].fingerprint},
-            validation=_validation_rows(plan, captures[0]),
+            validator=_validator(plan, captures[0], targets[0].stop_token_ids),
             on_validation=reporter.validated,
         )
         pipeline = plan.config.pipeline
@@ -195,7 +196,7 @@ class PipelineCoordinator:
             worker.step,
             worker.replica,
             learning_rate,
-            meet=lambda meeting: room.hold(meeting, unhurried),
+            meetings=Seat(room, number, unhurried),
             log=self._reporter,
             clock=clock,
             accumulate_rows=0
@@ -294,23 +295,17 @@ def _join(threads: Sequence[threading.Thread], *, within_s: float | None) -> Non
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-def ledger_after(state: LedgerState, meeting: Meeting) -> LedgerState:
-    """The ledger as it will be once `meeting` is committed: a checkpoint written inside it counts its rows."""
-    rows = [row.row_id for member in meeting.rows.values() for row in member]
-    return state.with_committed(rows)
-
-
-def _validation_rows(plan: RunPlan, capture: Capture) -> list[HiddenStateRow]:
+def _validator(plan: RunPlan, capture: Capture, stop_token_ids: frozenset[int]) -> Validator | None:
     """Captures the validation rows once, to the host."""
     path = plan.config.data.validation_path
     if path is None:
-        return []
+        return None
     dataset = TokenDataset.open(path)
     captured = []
     for row in validation_rows(dataset, plan.config):
         states = capture.capture(row, [dataset.sample(i) for i in row.samples])
         captured.append(_to_host(states))
-    return captured
+    return Validator(captured, plan.config.validation, stop_token_ids) if captured else None
 
 
 def _to_host(row: HiddenStateRow) -> HiddenStateRow:

@@ -1,39 +1,47 @@
-"""What the last drafter to arrive does for all: average, score the validation rows, write a checkpoint.
+"""What happens when drafters meet: reduce, commit, take over; then validation and a checkpoint.
 
-Consumes: a Meeting (who is here, which rows the round trained). Produces: equal replicas, and now and then a
-checkpoint whose ledger counts the rows of this meeting as committed. Runs in one drafter's thread while the others
-wait, so weights stand still meanwhile.
+hold        in the leader's thread, while the others wait and before the commit: consumes a Meeting (who is here, which
+            rows the round trained); produces what the replicas shall become, beside them. Nothing is written.
+take_over   in each member's own thread, after the commit: its replica becomes that. The leader then scores the
+            validation rows and writes the checkpoint while the others train on; no later meeting can begin before it
+            is done, because it has to arrive there. Its own weights and the committed rows stand still meanwhile.
+
+A member that fails while it takes over is lost with its replica. A leader that fails after the commit fails the run:
+the checkpoint of the commit is its duty.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from draftline.drafter.schedule import LearningRate
-from draftline.drafter.step import StepStats
-from draftline.drafter.sync import Synchronizer
+from draftline.drafter.sync import Reduced, Synchronizer
 from draftline.errors import DraftlineError, RunFailedError
 from draftline.export.zlab import CARD, export_zlab
 from draftline.pipeline.checkpoint import Checkpoint, write_checkpoint
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.threads import Meeting
+from draftline.pipeline.validation import ValidationScores, Validator
 from draftline.pipeline.workers import DrafterWorker
-from draftline.records import HiddenStateRow
 
 BEST = "best"
 
 
-def best_acceptance(folder: Path) -> float:
-    """Validation acceptance length of the drafter kept in `folder`; 0.0 if there is none."""
+def best_acceptance(folder: Path, best_by: str = "chain") -> float:
+    """Validation acceptance length of the drafter kept in `folder`; 0.0 if none was chosen by this measure."""
     card = folder / CARD
     if not card.is_file():
         return 0.0
-    return float(json.loads(card.read_text(encoding="utf-8"))["provenance"]["validation_acceptance"])
+    provenance = json.loads(card.read_text(encoding="utf-8"))["provenance"]
+    return float(provenance["validation_acceptance"]) if provenance.get("best_by", "chain") == best_by else 0.0
 
 
 class MeetingClock(Protocol):
@@ -60,6 +68,25 @@ class UnhurriedClock:
             yield span
 
 
+@dataclass(slots=True)
+class _Outcome:
+    """What one meeting agreed on, until everybody has taken it over.
+
+    Attributes:
+        is_due: a checkpoint is to be written after the commit.
+        kept_moments: AdamW state of every member, on the host, where members keep different ones and a checkpoint is
+            due; the others train on while it is written.
+        waiting: members that have not taken over yet.
+    """
+
+    round_id: int
+    attempt: int
+    reduced: Reduced
+    is_due: bool
+    kept_moments: list[dict[str, Tensor]] | None
+    waiting: set[int]
+
+
 class MeetingRoom:
     """Holds the meetings of a run.
 
@@ -68,10 +95,10 @@ class MeetingRoom:
         drafters: all workers, by number.
         synchronizer: what is done with their weights.
         learning_rate: the run's schedule.
-        ledger: gives the ledger as it will be once the meeting is committed.
+        ledger: gives the ledger; in the leader's hands it counts exactly what the last meeting committed.
         fingerprints: of data and target, kept in each checkpoint.
-        validation: rows captured once, on the host.
-        on_validation: receives the summed statistics of the validation rows.
+        validator: scores a drafter on the validation rows; None without any.
+        on_validation: receives the scores, and how many rows are committed.
     """
 
     def __init__(
@@ -81,79 +108,136 @@ class MeetingRoom:
         synchronizer: Synchronizer,
         learning_rate: LearningRate,
         *,
-        ledger: Callable[[Meeting], dict[str, Any]],
+        ledger: Callable[[], dict[str, Any]],
         fingerprints: dict[str, str],
-        validation: Sequence[HiddenStateRow] = (),
-        on_validation: Callable[[StepStats, int], float | None] | None = None,
+        validator: Validator | None = None,
+        on_validation: Callable[[ValidationScores, int], None] | None = None,
     ) -> None:
         self._plan, self._drafters, self._synchronizer = plan, drafters, synchronizer
         self._learning_rate, self._ledger, self._fingerprints = learning_rate, ledger, fingerprints
-        self._validation, self._on_validation = validation, on_validation
+        self._validator, self._on_validation = validator, on_validation
         self.last_checkpoint: Path | None = None
+        self._outcome: _Outcome | None = None
         self._lock = threading.Lock()
 
     def hold(self, meeting: Meeting, clock: MeetingClock) -> None:
-        """One meeting, before it is committed.
+        """One meeting, before it is committed. Replicas are left as they are; repeated if a member is lost meanwhile.
 
         Raises:
-            RunFailedError, UserError: the round stays uncommitted, and the run has to fail: the replicas may have been
-                written in part, and only the last checkpoint is known to be good.
+            RunFailedError, UserError: the round stays uncommitted, and the run has to fail.
         """
-        try:
-            self._hold(meeting, clock)
-        except DraftlineError:
-            raise
-        except Exception as error:
-            raise RunFailedError(
-                f"round {meeting.round_id} could not be averaged: {type(error).__name__}: {error}",
-                origin=f"drafter-{meeting.leader}",
-            ) from error
-
-    def _hold(self, meeting: Meeting, clock: MeetingClock) -> None:
-        with self._lock:
+        with _failing_by_name(meeting, "could not be averaged"):
             present = [self._drafters[d].replica for d in meeting.members]
-            self._synchronizer.run(present, self._learning_rate.at(meeting.committed_rows - 1))
-            due = meeting.is_last or (meeting.round_id + 1) % self._plan.config.checkpoint.every_rounds == 0
-            if not due:
-                return
-            if self._validation and self._on_validation is not None:
-                with clock.span("validating", f"{len(self._validation)} rows"):
-                    self._score(meeting, self._on_validation)
-            with clock.span("checkpointing", f"round {meeting.round_id}"):
-                self.last_checkpoint = self._write(meeting)
+            reduced = self._synchronizer.reduce(present, self._learning_rate.at(meeting.committed_rows - 1))
+            is_due = meeting.is_last or (meeting.round_id + 1) % self._plan.config.checkpoint.every_rounds == 0
+            kept = None
+            if is_due and not self._synchronizer.leaves_moments_alike:
+                with clock.span("checkpointing", f"moments of round {meeting.round_id}"):
+                    kept = [_on_host(replica.optimizer.moments()) for replica in present]
+            with self._lock:
+                self._outcome = _Outcome(
+                    meeting.round_id, meeting.attempt, reduced, is_due, kept, waiting=set(meeting.members)
+                )
 
-    def _score(self, meeting: Meeting, report: Callable[[StepStats, int], float | None]) -> None:
+    def take_over(self, drafter: int, meeting: Meeting, clock: MeetingClock) -> tuple[Tensor, Tensor] | None:
+        """A member's part after the commit, in its own thread.
+
+        Returns:
+            (gradient norm, skipped) if the meeting was an optimizer step; see `Synchronizer.apply`.
+
+        Raises:
+            RunFailedError, UserError: the leader could not finish; the run has to fail.
+        """
+        with self._lock:
+            outcome = self._outcome
+            assert outcome is not None and (outcome.round_id, outcome.attempt) == (meeting.round_id, meeting.attempt)
+        if drafter != meeting.leader:
+            return self._apply(drafter, outcome)
+        with _failing_by_name(meeting, "was committed, but could not be finished"):
+            step = self._apply(drafter, outcome)
+            if outcome.is_due:
+                self._finish(meeting, outcome.kept_moments, clock)
+        return step
+
+    def _apply(self, drafter: int, outcome: _Outcome) -> tuple[Tensor, Tensor] | None:
+        step = self._synchronizer.apply(self._drafters[drafter].replica, outcome.reduced)
+        with self._lock:
+            outcome.waiting.discard(drafter)
+            if not outcome.waiting and self._outcome is outcome:
+                self._outcome = None  # frees what was reduced
+        return step
+
+    def _finish(self, meeting: Meeting, kept_moments: list[dict[str, Tensor]] | None, clock: MeetingClock) -> None:
+        if self._validator is not None:
+            with clock.span("validating", f"{len(self._validator)} rows"):
+                self._score(meeting, self._validator)
+        with clock.span("checkpointing", f"round {meeting.round_id}"):
+            self.last_checkpoint = self._write(meeting, kept_moments)
+
+    def _score(self, meeting: Meeting, validator: Validator) -> None:
         """Scores the validation rows; the best drafter by acceptance length, never by loss, is kept in `best/`."""
-        drafter = meeting.members[0]
-        acceptance = report(self._validate(drafter), meeting.committed_rows)
-        folder = self._plan.config.output / BEST
-        if acceptance is None or acceptance <= best_acceptance(folder):
+        drafter, best_by = self._drafters[meeting.leader], self._plan.config.validation.best_by
+        scores = validator.score(drafter.step)
+        if self._on_validation is not None:
+            self._on_validation(scores, meeting.committed_rows)
+        acceptance, folder = scores.acceptance_lengths().get(best_by), self._plan.config.output / BEST
+        if acceptance is None or acceptance <= best_acceptance(folder, best_by):
             return
-        facts = {"validation_acceptance": acceptance, "committed_rows": meeting.committed_rows}
-        export_zlab(self._drafters[drafter].module, folder, provenance=facts)
+        facts = {
+            "validation_acceptance": acceptance,
+            "best_by": best_by,
+            "committed_rows": meeting.committed_rows,
+        }
+        export_zlab(drafter.module, folder, provenance=facts)
 
-    def _validate(self, drafter: int) -> StepStats:
-        step = self._drafters[drafter].step
-        total = step.evaluate(self._validation[0])
-        for row in self._validation[1:]:
-            total = total + step.evaluate(row)
-        return total.to("cpu")
-
-    def _write(self, meeting: Meeting) -> Path:
+    def _write(self, meeting: Meeting, kept_moments: list[dict[str, Tensor]] | None) -> Path:
         config = self._plan.config
-        members = [self._drafters[d].replica.optimizer for d in meeting.members]
-        alike = config.sync.kind == "gradient" or (config.sync.kind == "average" and config.sync.moments != "keep")
+        leader = self._drafters[meeting.leader].replica.optimizer
         state = {
             "round_id": meeting.round_id,
-            "ledger": self._ledger(meeting),
+            "ledger": self._ledger(),
             "spec": self._plan.spec.model_dump(mode="json"),
             "config": config.model_dump(mode="json"),
             "fingerprints": self._fingerprints,
         }
         checkpoint = Checkpoint(
             state=state,
-            weights=dict(zip(members[0].names, members[0].masters, strict=True)),
-            moments=[dict(optimizer.moments()) for optimizer in (members[:1] if alike else members)],
+            weights=dict(zip(leader.names, leader.masters, strict=True)),
+            moments=[dict(leader.moments())] if kept_moments is None else kept_moments,
             sync=self._synchronizer.state(),
         )
         return write_checkpoint(config.output, meeting.round_id, checkpoint, keep=config.checkpoint.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One drafter's place in the meeting room."""
+
+    room: MeetingRoom
+    drafter: int
+    clock: MeetingClock
+
+    def hold(self, meeting: Meeting) -> None:
+        """See `MeetingRoom.hold`."""
+        self.room.hold(meeting, self.clock)
+
+    def take_over(self, meeting: Meeting) -> tuple[Tensor, Tensor] | None:
+        """See `MeetingRoom.take_over`."""
+        return self.room.take_over(self.drafter, meeting, self.clock)
+
+
+@contextmanager
+def _failing_by_name(meeting: Meeting, what: str) -> Iterator[None]:
+    """Any error fails the run, by round and leader."""
+    try:
+        yield
+    except DraftlineError:
+        raise
+    except Exception as error:
+        raise RunFailedError(
+            f"round {meeting.round_id} {what}: {type(error).__name__}: {error}", origin=f"drafter-{meeting.leader}"
+        ) from error
+
+
+def _on_host(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}

@@ -7,16 +7,16 @@ from types import TracebackType
 from typing import Self
 
 from draftline.drafter.loop import TrainedRow
-from draftline.drafter.step import StepStats
 from draftline.errors import RunFailedError
 from draftline.monitor.clock import WorkerClock
 from draftline.monitor.console import make_console, plain
-from draftline.monitor.metrics import TrainingStats
+from draftline.monitor.metrics import TrainingStats, ValidationLengths
 from draftline.monitor.run import RunMonitor
 from draftline.monitor.status import LedgerCounts, QueueGauge
 from draftline.pipeline.run_folder import RunFolder
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.threads import RowExchange
+from draftline.pipeline.validation import ValidationScores
 
 
 class RunReporter:
@@ -94,8 +94,6 @@ class RunReporter:
             self._rows[report.drafter] += 1
             self.tokens += report.tokens
             self.supervised_tokens += report.supervised_tokens
-            self._skipped += report.skipped
-            skipped = self._skipped
         self._monitor.metrics.record_training(
             TrainingStats(
                 rows=1,
@@ -110,22 +108,31 @@ class RunReporter:
                 grad_norm=report.gradient_norm,
             )
         )
+        if report.skipped:
+            self.step_skipped(report.drafter, f"row {report.row_id}")
+
+    def step_skipped(self, drafter: int, what: str) -> None:
+        """An optimizer step changed nothing, because its gradient was not finite.
+
+        Raises:
+            RunFailedError: more steps were skipped than the configuration allows.
+        """
+        with self._lock:
+            self._skipped += 1
+            skipped = self._skipped
         limit = self._plan.config.pipeline.max_skipped_steps
-        if report.skipped and skipped > limit:
+        if skipped > limit:
             raise RunFailedError(
-                f"row {report.row_id}: the gradient is not finite ({skipped} steps skipped, {limit} allowed)",
-                origin=f"drafter-{report.drafter}",
+                f"{what}: the gradient is not finite ({skipped} steps skipped, {limit} allowed)",
+                origin=f"drafter-{drafter}",
             )
 
-    def validated(self, stats: StepStats, step: int) -> float | None:
-        """Validation rows were scored; returns their acceptance length."""
-        blocks, denominator = float(stats.acceptance_blocks), float(stats.denominator)
-        acceptance = float(stats.acceptance_sum) / blocks if blocks else None
-        loss = float(stats.numerator) / denominator if denominator else None
-        self._monitor.metrics.record_validation(loss=loss, acceptance=acceptance)
-        numbers = {"validation/acceptance": acceptance, "validation/loss": loss}
-        self._monitor.log(step, {k: v for k, v in numbers.items() if v is not None})
-        return acceptance
+    def validated(self, scores: ValidationScores, step: int) -> None:
+        """Validation rows were scored, after `step` committed rows."""
+        lengths = ValidationLengths(scores.acceptance_lengths(), scores.walked_lengths())
+        self._monitor.metrics.record_validation(loss=scores.loss, lengths=lengths)
+        loss = {} if scores.loss is None else {"validation/loss": scores.loss}
+        self._monitor.log(step, {**lengths.curves(), **loss})
 
     def ended(self, worker: str, error: BaseException | None) -> None:
         """A worker thread is over."""

@@ -3,7 +3,9 @@
 Consumes calls of target threads (lease, put) and drafter threads (get, trained, meet); hands out leases, rows with
 payloads, meetings and stops. `lease`, `get`, `meet` and `wait_end` wait; what wakes them is any transition of the core
 by anybody, a failure, or the deadline: no progress anywhere for `stall_timeout_s` fails the run and names who waits
-for whom. Time in a declared `busy` section (compiling) does not count. `average` runs without the lock.
+for whom. Time in a declared `busy` section (compiling) does not count, nor does time in which the whole process stood
+still (a stopped process, a suspended machine): whoever is woken long behind the deadline gives everybody a new one.
+`average` runs without the lock.
 
 Not for signal handlers: a handler that interrupts a thread inside the lock would wait for itself. Let it start a
 thread that calls `request_stop`.
@@ -39,11 +41,13 @@ from draftline.pipeline.core import (
     drafter_worker,
     target_worker,
 )
+from draftline.pipeline.core.wake import drafters_are_called, slot_is_free
 from draftline.records import PlannedRow
 
 P = TypeVar("P")
 R = TypeVar("R")
 BUSY_LIMIT_S = 3600.0
+FROZEN_S, FROZEN_SHARE = 1.0, 0.1  # woken so much behind the deadline, in seconds and in shares of the stall timeout
 OWNER = "coordinator"
 
 
@@ -87,6 +91,7 @@ class RowExchange(Generic[P]):
         on_stall: called once with the reason when that happens, before anybody is woken; it runs under the lock, so it
             must not call the exchange.
         clock: seconds that only go forward.
+        core_class: another set of rules; benchmarks compare with it.
 
     Every method may raise RunFailedError, with origin and reason, once the run has failed; those that report a failure
     or look at the state never do.
@@ -102,10 +107,11 @@ class RowExchange(Generic[P]):
         state: LedgerState | None = None,
         on_stall: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        core_class: type[PipelineCore] = PipelineCore,
     ) -> None:
-        self._core = PipelineCore(plan, row_bytes, settings, state)
+        self._core = core_class(plan, row_bytes, settings, state)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._slots, self._rows, self._rest = (threading.Condition(self._lock) for _ in range(3))
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._clock = clock
@@ -121,15 +127,26 @@ class RowExchange(Generic[P]):
     def lease(self, target: int) -> Lease | None:
         """Wait for the next row to capture; None when there is none any more: call `producer_done` then."""
         with self._lock:
-            answer = self._wait(str(target_worker(target)), "a row to capture", lambda: self._core.lease(target))
-            return answer if isinstance(answer, Lease) else None
+            answer = self._wait(
+                target_worker(target), "a row to capture", lambda: self._core.lease(target), self._slots
+            )
+            if not isinstance(answer, Lease):
+                return None
+            if slot_is_free(self._core):
+                self._wake_one(self._slots)
+            return answer
 
     def put(self, target: int, row_id: int, payload: P) -> None:
         """Hand over a captured row; never waits."""
-        with self._transition():
+        with self._lock:
+            self._raise_if_failed()
             self._core.put(target, row_id)
+            self._last_progress = self._clock()
             if row_id in self._core.waiting_rows:  # not when the run stops: then the row is discarded
                 self._payloads[row_id] = payload
+                self._wake_one(self._rows)
+            else:
+                self._progress()
 
     def producer_done(self, target: int) -> None:
         """Report, once, that `lease` returned None."""
@@ -145,7 +162,7 @@ class RowExchange(Generic[P]):
         hand, then calls `meet`.
         """
         with self._lock:
-            answer = self._wait(str(drafter_worker(drafter)), "a row to train", lambda: self._core.get(drafter))
+            answer = self._wait(drafter_worker(drafter), "a row to train", lambda: self._core.get(drafter), self._rows)
             return self._deliver(answer)
 
     def try_get(self, drafter: int) -> RowItem[P] | SyncItem | StopItem | None:
@@ -155,13 +172,17 @@ class RowExchange(Generic[P]):
             answer = self._core.get(drafter)
             if answer is WAIT:
                 return None
-            self._progress()
+            self._last_progress = self._clock()
             return self._deliver(answer)
 
     def trained(self, drafter: int, row_id: int) -> None:
         """The training step of a row has really finished (not only been launched): frees its slot."""
-        with self._transition():
+        with self._lock:
+            self._raise_if_failed()
             self._core.trained(drafter, row_id)
+            self._last_progress = self._clock()
+            if slot_is_free(self._core):
+                self._wake_one(self._slots)
 
     def meet(self, drafter: int, round_id: int, average: Callable[[Meeting], None]) -> Meeting:
         """Arrive at the meeting of a round, with empty hands, and wait until the round is committed.
@@ -238,7 +259,7 @@ class RowExchange(Generic[P]):
         with self._lock:
             self._waits[OWNER] = (self._clock(), "the end of the run")
             while (end := self._core.end) is None:
-                self._wait_once()
+                self._wait_once(self._rest)
             self._waits.pop(OWNER, None)
             return end
 
@@ -301,40 +322,50 @@ class RowExchange(Generic[P]):
             return (core.begin_average(drafter, round_id), True) if core.leader == drafter else WAIT
 
         with self._lock:
-            answer = self._wait(str(drafter_worker(drafter)), "the meeting", ask)
+            answer = self._wait(drafter_worker(drafter), "the meeting", ask, self._rest)
             assert not isinstance(answer, Signal)
             return answer
 
     def _deliver(self, answer: RowItem[None] | SyncItem | StopItem | Signal) -> RowItem[P] | SyncItem | StopItem:
-        if isinstance(answer, RowItem):
-            payload = self._payloads.pop(answer.row_id)
-            return RowItem(answer.row, answer.clock_rows, answer.round_id, payload)
-        assert not isinstance(answer, Signal)
+        """What `get` answers, after waking whoever the answer sets free."""
+        if not isinstance(answer, RowItem):
+            assert not isinstance(answer, Signal)
+            self._progress()
+            return answer
+        if drafters_are_called(self._core):
+            self._rows.notify_all()
+        elif self._core.waiting_rows:
+            self._wake_one(self._rows)
+        return RowItem(answer.row, answer.clock_rows, answer.round_id, self._payloads.pop(answer.row_id))
+
+    def _wait(self, worker: Worker, what: str, ask: Callable[[], R], changed: threading.Condition) -> R:
+        """Ask the core until it answers something else than WAIT."""
+        self._raise_if_failed()
+        answer = ask()
+        if answer is WAIT:
+            who, since = str(worker), self._clock()
+            self._waits[who] = (since, what)
+            try:
+                while answer is WAIT:
+                    self._wait_once(changed)
+                    self._raise_if_failed()
+                    answer = ask()
+            finally:
+                del self._waits[who]
+                self._waited_s[who] = self._waited_s.get(who, 0.0) + self._clock() - since
+        self._last_progress = self._clock()
         return answer
 
-    def _wait(self, who: str, what: str, ask: Callable[[], R]) -> R:
-        """Ask the core until it answers something else than WAIT."""
-        since = self._clock()
-        try:
-            while True:
-                self._raise_if_failed()
-                answer = ask()
-                if answer is not WAIT:
-                    self._progress()
-                    return answer
-                self._waits[who] = (since, what)
-                self._wait_once()
-        finally:
-            if self._waits.pop(who, None):
-                self._waited_s[who] = self._waited_s.get(who, 0.0) + self._clock() - since
-
-    def _wait_once(self) -> None:
+    def _wait_once(self, changed: threading.Condition) -> None:
         """Sleep until the next transition; at the deadline fail the run instead."""
         remaining_s = self._deadline() - self._clock()
         if remaining_s > 0:
-            self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
+            changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
         else:
             self._stalled()
+
+    def _wake_one(self, changed: threading.Condition) -> None:
+        changed.notify(1 if self._core.alike else len(self._waits))
 
     def _deadline(self) -> float:
         return max([self._last_progress + self._stall_timeout_s, *(until for until, _ in self._busy.values())])
@@ -344,7 +375,8 @@ class RowExchange(Generic[P]):
         self._last_progress = self._clock()
         if self._core.failure:
             self._payloads.clear()
-        self._changed.notify_all()
+        for changed in (self._slots, self._rows, self._rest):
+            changed.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._core.failure:

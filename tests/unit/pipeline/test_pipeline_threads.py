@@ -309,6 +309,29 @@ def test_compiling_for_ever_is_stalling():
     assert run.exchange.failure.origin == "drafter-0"
 
 
+def test_time_in_which_the_process_was_stopped_is_no_stall():
+    """A process that was stopped, or a machine that was suspended, goes on with a clock that is hours further."""
+    stopped_s = [0.0]
+    exchange: RowExchange[int] = RowExchange(
+        make_plan(1), [10], CoreSettings(1, 2, 1), stall_timeout_s=60, clock=lambda: time.monotonic() + stopped_s[0]
+    )
+    got: list[object] = []
+
+    def wait_for_a_row(drafter: int) -> None:
+        got.append(exchange.get(drafter))
+
+    for drafter in (0, 1):
+        threading.Thread(target=wait_for_a_row, args=(drafter,), daemon=True).start()
+        while f"drafter-{drafter}" not in exchange.stats().waiting_for and exchange.failure is None:
+            time.sleep(0.001)
+        stopped_s[0] = 7200.0
+    assert exchange.failure is None
+    exchange.put(0, exchange.lease(0).row_id, 5)
+    while not got:
+        time.sleep(0.001)
+    assert isinstance(got[0], RowItem)
+
+
 def test_averaging_runs_outside_the_lock():
     looked = []
     run = FakeRun(8, CoreSettings(1, 2, 2), on_average=lambda _: looked.append(run.exchange.stats().round_id))

@@ -7,7 +7,7 @@ trained -> committed, or back to planned, or is set aside.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -86,16 +86,6 @@ class LedgerState:
     @property
     def n_set_aside(self) -> int:
         return sum(stop - start for start, stop in self.set_aside)
-
-    def with_committed(self, row_ids: Iterable[int]) -> LedgerState:
-        """The state after one more round that commits these rows (in flight until now)."""
-        more = list(row_ids)
-        return replace(
-            self,
-            committed=_ranges(sorted({*_rows_of(self.committed), *more})),
-            rounds=self.rounds + 1,
-            in_flight=self.in_flight - len(more),
-        )
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of numbers and lists, with the identity's figures beside the rows themselves."""
