@@ -1,10 +1,12 @@
-"""The thread driver: one lock and one condition variable around the pure core, and the payloads of waiting rows.
+"""The thread driver: one lock around the pure core, and the payloads of waiting rows.
 
 Consumes calls of target threads (lease, put) and drafter threads (get, trained, meet); hands out leases, rows with
-payloads, meetings and stops. `lease`, `get`, `meet` and `wait_end` wait; what wakes them is any transition of the core
-by anybody, a failure, or the deadline: no progress anywhere for `stall_timeout_s` fails the run and names who waits
-for whom. Time in a declared `busy` section (compiling) does not count, nor does time in which the whole process stood
-still (a stopped process, a suspended machine): whoever is woken long behind the deadline gives everybody a new one.
+payloads, meetings and stops. `lease`, `get`, `meet` and `wait_end` wait; what wakes them is a transition of the core,
+a failure, or the deadline: no progress anywhere for `stall_timeout_s` fails the run and names who waits for whom.
+Three conditions share the lock (for a slot, a row, all else): lease, put, get and trained wake one worker that can use
+what they free (`core/wake.py`), every other transition wakes everybody.
+Time in a declared `busy` section (compiling) does not count, nor does time in which the whole process stood still (a
+stopped process, a suspended machine): whoever is woken long behind the deadline gives everybody a new one.
 `average` runs without the lock.
 
 Not for signal handlers: a handler that interrupts a thread inside the lock would wait for itself. Let it start a
@@ -17,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from draftline.errors import RunFailedError
 from draftline.pipeline.core import (
     WAIT,
-    CaptureCounts,
     CoreSettings,
     End,
     Failure,
@@ -42,6 +43,7 @@ from draftline.pipeline.core import (
     target_worker,
 )
 from draftline.pipeline.core.wake import drafters_are_called, slot_is_free
+from draftline.pipeline.exchange_stats import ExchangeStats
 from draftline.records import PlannedRow
 
 P = TypeVar("P")
@@ -49,37 +51,6 @@ R = TypeVar("R")
 BUSY_LIMIT_S = 3600.0
 FROZEN_S, FROZEN_SHARE = 1.0, 0.1  # woken so much behind the deadline, in seconds and in shares of the stall timeout
 OWNER = "coordinator"
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeStats:
-    """A look at the exchange.
-
-    Attributes:
-        waiting_rows, waiting_bytes: captured and in nobody's hands.
-        admitted_rows, admitted_bytes, max_rows, max_bytes: slots charged, and their bounds.
-        waiting_for: worker name -> what it waits for now; only workers that wait.
-        waiting_for_s: worker name -> seconds it has been waiting for that.
-        waited_s: worker name -> seconds spent waiting since the start, the present wait included.
-        busy: worker name -> what it declared to be busy with.
-        round_id, handed_rows: the open round and the rows handed out in it.
-        ledger, captures: the identities.
-    """
-
-    waiting_rows: int
-    waiting_bytes: int
-    admitted_rows: int
-    admitted_bytes: int
-    max_rows: int
-    max_bytes: int | None
-    waiting_for: dict[str, str]
-    waiting_for_s: dict[str, float]
-    waited_s: dict[str, float]
-    busy: dict[str, str]
-    round_id: int
-    handed_rows: int
-    ledger: LedgerCounts
-    captures: CaptureCounts
 
 
 class RowExchange(Generic[P]):
@@ -127,21 +98,15 @@ class RowExchange(Generic[P]):
     def lease(self, target: int) -> Lease | None:
         """Wait for the next row to capture; None when there is none any more: call `producer_done` then."""
         with self._lock:
-            answer = self._wait(
-                target_worker(target), "a row to capture", lambda: self._core.lease(target), self._slots
-            )
-            if not isinstance(answer, Lease):
-                return None
-            if slot_is_free(self._core):
-                self._wake_one(self._slots)
-            return answer
+            ask = partial(self._core.lease, target)
+            answer = self._wait(target_worker(target), "a row to capture", ask, self._slots)
+            self._wake_for_slots()
+            return answer if isinstance(answer, Lease) else None
 
     def put(self, target: int, row_id: int, payload: P) -> None:
         """Hand over a captured row; never waits."""
-        with self._lock:
-            self._raise_if_failed()
+        with self._small_step():
             self._core.put(target, row_id)
-            self._last_progress = self._clock()
             if row_id in self._core.waiting_rows:  # not when the run stops: then the row is discarded
                 self._payloads[row_id] = payload
                 self._wake_one(self._rows)
@@ -162,7 +127,8 @@ class RowExchange(Generic[P]):
         hand, then calls `meet`.
         """
         with self._lock:
-            answer = self._wait(drafter_worker(drafter), "a row to train", lambda: self._core.get(drafter), self._rows)
+            ask = partial(self._core.get, drafter)
+            answer = self._wait(drafter_worker(drafter), "a row to train", ask, self._rows)
             return self._deliver(answer)
 
     def try_get(self, drafter: int) -> RowItem[P] | SyncItem | StopItem | None:
@@ -177,12 +143,9 @@ class RowExchange(Generic[P]):
 
     def trained(self, drafter: int, row_id: int) -> None:
         """The training step of a row has really finished (not only been launched): frees its slot."""
-        with self._lock:
-            self._raise_if_failed()
+        with self._small_step():
             self._core.trained(drafter, row_id)
-            self._last_progress = self._clock()
-            if slot_is_free(self._core):
-                self._wake_one(self._slots)
+            self._wake_for_slots()
 
     def meet(self, drafter: int, round_id: int, average: Callable[[Meeting], None]) -> Meeting:
         """Arrive at the meeting of a round, with empty hands, and wait until the round is committed.
@@ -361,11 +324,17 @@ class RowExchange(Generic[P]):
         remaining_s = self._deadline() - self._clock()
         if remaining_s > 0:
             changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
+        elif -remaining_s > max(FROZEN_S, FROZEN_SHARE * self._stall_timeout_s):
+            self._progress()  # the process itself stood still
         else:
             self._stalled()
 
     def _wake_one(self, changed: threading.Condition) -> None:
         changed.notify(1 if self._core.alike else len(self._waits))
+
+    def _wake_for_slots(self) -> None:
+        if slot_is_free(self._core):
+            self._wake_one(self._slots)
 
     def _deadline(self) -> float:
         return max([self._last_progress + self._stall_timeout_s, *(until for until, _ in self._busy.values())])
@@ -381,6 +350,13 @@ class RowExchange(Generic[P]):
     def _raise_if_failed(self) -> None:
         if self._core.failure:
             raise RunFailedError(self._core.failure.reason, origin=self._core.failure.origin)
+
+    @contextmanager
+    def _small_step(self) -> Iterator[None]:
+        with self._lock:
+            self._raise_if_failed()
+            yield
+            self._last_progress = self._clock()
 
     @contextmanager
     def _transition(self) -> Iterator[None]:
