@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ SCHEMA_VERSION = 1
 _NAME = re.compile(r"round-(\d{8})")
 _REQUIRED = ("state.json", "weights.safetensors")
 _MOST_MANIFEST_BYTES, _MOST_STATE_BYTES = 1 << 20, 256 << 20
+_log = logging.getLogger(__name__)
 
 
 class CheckpointError(DraftlineError):
@@ -155,7 +157,10 @@ def _delete_old(root: Path, *, keep: int) -> None:
     """What cannot be deleted now (a file held open on a network disk) is tried again at the next checkpoint."""
     whole = [p for p in list_checkpoints(root.parent) if (p / "manifest.json").exists()]
     for old in whole[:-keep]:
-        _set_leaving(old)
+        try:
+            _set_leaving(old)
+        except OSError as error:
+            _log.warning("%s cannot be deleted now: %s", old, error.strerror)
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

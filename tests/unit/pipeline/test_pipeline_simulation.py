@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from pipeline_mutations import MUTATIONS
+from pipeline_situations import SITUATIONS, WatchedWorld
 
 from draftline.pipeline.core.simulate import Explorer, main, run_one, run_random
 from draftline.pipeline.core.simworld import BrokenPromiseError, Case, Fault
@@ -13,13 +15,15 @@ from draftline.pipeline.core.simworld import BrokenPromiseError, Case, Fault
 ALL_FAULTS = {fault.name.lower() for fault in Fault}
 
 
-def test_a_hundred_thousand_distinct_schedules_break_no_promise():
-    summary = run_random(100_000, seed=0)
+def test_a_hundred_thousand_distinct_schedules_break_no_promise_and_faults_meet_every_situation():
+    met = Counter[str]()
+    summary = run_random(100_000, 0, lambda case: WatchedWorld(case, met))
     assert summary.violation is None
     assert summary.distinct == 100_000
     assert set(summary.ends) == {"closed", "stopped", "failed"}
     assert set(summary.faults) == ALL_FAULTS
     assert min(summary.faults.values()) > 500
+    assert {name: met[name] for name in SITUATIONS if met[name] < 50} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A meeting in two halves: reducing changes nothing, applying gives every member the same, and in between all is old."""
+"""A meeting in two halves: reducing changes nothing, applying gives every member the same; in between all is old."""
 
 from __future__ import annotations
 
