@@ -12,12 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +27,8 @@ from draftline.drafter.head_fp8 import Fp8Head, quantize_head, require_fp8
 from draftline.drafter.loss import LossTerms
 from draftline.errors import UserError
 from draftline.records import FrozenHead
+from measure import GIB, Stopwatch, environment, measure_ceiling, peak_bytes
 
-GIB = 2**30
 TARGET_RATIO, TARGET_S, TARGET_GIB = 0.60, 0.315, 4.0
 REFERENCE_CHUNK = 2048
 
@@ -164,36 +159,6 @@ def make_variants(chunks: list[int], fp8: bool) -> list[Variant]:
     return variants
 
 
-class Stopwatch:
-    """Seconds of a call: by CUDA events on a GPU, by the wall clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def time(self, call: Callable[[], Any]) -> float:
-        if not self._cuda:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def median(self, call: Callable[[], Any], rounds: int) -> float:
-        return statistics.median(self.time(call) for _ in range(rounds))
-
-
-def measure_ceiling(device: torch.device, dtype: torch.dtype, size: int, watch: Stopwatch) -> float:
-    """FLOP/s of a square product of random data."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    return 2 * size**3 / watch.median(lambda: a @ b, 11)
-
-
 def measure_products(problem: Problem, chunk: int, watch: Stopwatch) -> dict[str, float]:
     """FLOP/s of the two products of one chunk: to logits, and back to hidden states."""
     shape = problem.shape
@@ -211,15 +176,8 @@ def measure_products(problem: Problem, chunk: int, watch: Stopwatch) -> dict[str
 
 def measure_peak_bytes(problem: Problem, variant: Variant, device: torch.device) -> int | None:
     """Most bytes allocated beyond what is there before, the gradient of the hidden states included."""
-    if device.type != "cuda":
-        return None
     problem.hidden.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    problem.run(variant)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = peak_bytes(device, lambda: problem.run(variant))
     problem.hidden.grad = None
     return peak
 
@@ -298,27 +256,6 @@ def judge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "seconds_met": results[best]["median_s"] <= TARGET_S,
         "peak_gib_all_terms": peak,
         "peak_met": None if peak is None else peak < TARGET_GIB,
-    }
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    try:
-        from triton import __version__ as triton_version
-    except ImportError:
-        triton_version = None
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "command": " ".join(["python", *sys.argv]),
     }
 
 

@@ -70,13 +70,15 @@ class DrafterConfig(Section):
     num_kv_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
     head_dim: int | None = Field(default=None, ge=2, description="null: as the target.")
     sliding: SlidingWindowConfig | None = Field(default=None, description="null: full attention in all layers.")
-    init: Literal["random", "target_layers"] = Field(
-        default="random", description="Start from random weights, or from layers of the target itself."
+    init: Literal["random", "target_layers", "checkpoint"] = Field(
+        default="random", description="Start from random weights, layers of the target itself, or init_from."
     )
     init_layers: tuple[int, ...] | None = Field(
         default=None, description="Target layers for `target_layers`, one a drafter layer; null: the target's last."
     )
-    init_from: Path | None = Field(default=None, description="Export to start from (warm start); overrides init.")
+    init_from: Path | None = Field(
+        default=None, description="Export of any format to start from (warm start); overrides init."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -84,6 +86,8 @@ class DrafterConfig(Section):
             raise ValueError(
                 f"drafter.init_layers names {len(self.init_layers)} layers for {self.num_layers} drafter layers"
             )
+        if self.init == "checkpoint" and self.init_from is None:
+            raise ValueError("drafter.init checkpoint needs drafter.init_from, the folder of an export")
         if self.sliding is not None:
             bad = [i for i in self.sliding.layers if not 0 <= i < self.num_layers]
             if bad:
@@ -153,12 +157,20 @@ class ObjectiveConfig(Section):
     head_dtype: Literal["compute", "fp8"] = Field(
         default="compute", description="fp8: the head's products in fp8 in training (GPUs of capability 8.9 and up)."
     )
+    mlp_dtype: Literal["compute", "fp8"] = Field(
+        default="compute", description="fp8: two of three products of the drafter's MLPs in fp8 in training, as above."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.head_dtype == "fp8" and self.head != "fused":
             raise ValueError("objective.head_dtype fp8 needs objective.head fused; set one of them otherwise")
         return self
+
+    @property
+    def needs_fp8(self) -> bool:
+        """True if a product of the training step runs in fp8."""
+        return "fp8" in (self.head_dtype, self.mlp_dtype)
 
     @property
     def needs_teacher(self) -> bool:
@@ -261,6 +273,31 @@ class OuterSync(Section):
 SyncConfig = Annotated[AverageSync | CopySync | GradientSync | OuterSync, Field(discriminator="kind")]
 
 
+class ValidationConfig(Section):
+    """How the rows of `data.validation_path` are scored, before each checkpoint; see docs/evaluation.md."""
+
+    tree_budgets: tuple[int, ...] = Field(
+        default=(16, 64, 256), description="Drafts of the trees scored beside the chain; []: none."
+    )
+    walk_samples: int = Field(
+        default=4, ge=0, description="Samples along which decoding's own rounds are walked each time; 0: none."
+    )
+    best_by: str = Field(
+        default="chain",
+        description="Acceptance length that `best/` is chosen by: chain, or tree@N with N in tree_budgets.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        budgets = list(self.tree_budgets)
+        if budgets != sorted(set(budgets)) or (budgets and not 1 <= budgets[0] <= budgets[-1] <= 4096):
+            raise ValueError(f"validation.tree_budgets {budgets} must rise, between 1 and 4096")
+        allowed = ["chain", *(f"tree@{n}" for n in budgets)]
+        if self.best_by not in allowed:
+            raise ValueError(f"validation.best_by is '{self.best_by}'; what is scored: {', '.join(allowed)}")
+        return self
+
+
 class CheckpointConfig(Section):
     """Training checkpoints, cut at commits."""
 
@@ -277,6 +314,27 @@ class MonitorConfig(Section):
     )
 
 
+class StatesConfig(Section):
+    """Hidden states on disk, captured once and trained many times."""
+
+    mode: Literal["online", "cache", "offline"] = Field(
+        default="online",
+        description="online: the target runs; cache: it runs for what is not in path yet, and that is added; "
+        "offline: only what `draftline capture` wrote is read, and no target is loaded.",
+    )
+    path: Path | None = Field(default=None, description="Folder of the states.")
+    dtype: Literal["target", "bfloat16", "fp8"] = Field(
+        default="target", description="Numbers on disk: the target's own, or fp8 with a scale for each token and tap."
+    )
+    shard_bytes: int = Field(default=1 << 29, ge=1, description="A file is written once it holds so much.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.mode != "online" and self.path is None:
+            raise ValueError(f"states.mode {self.mode} needs states.path, the folder of the states")
+        return self
+
+
 class RunConfig(Section):
     """A whole training run. `output` holds the resolved configuration, logs, checkpoints and exports."""
 
@@ -291,5 +349,16 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     pipeline: PipelineConfig = PipelineConfig()
     sync: SyncConfig = AverageSync()
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    states: StatesConfig = StatesConfig()
+
+    @model_validator(mode="after")
+    def _check_states(self) -> Self:
+        if self.states.mode == "offline" and self.drafter.init == "target_layers" and self.drafter.init_from is None:
+            raise ValueError(
+                "drafter.init target_layers needs the target's layers, which states.mode offline does not load; "
+                "use drafter.init random or checkpoint, or states.mode cache"
+            )
+        return self

@@ -28,6 +28,10 @@ from draftline.records import FrozenHead
 # token is the teacher's argmax.
 VALUE_FIELDS = ("ce", "kl", "tv", "reverse_kl", "cap", "rank", "confidence", "agrees")
 
+# Elements of logits that a CPU works on at once: the dozens of passes over them then find them in its cache, and in
+# memory that the allocator keeps, where whole chunks would be mapped, zeroed and unmapped in each pass.
+_CACHED_ELEMENTS = 2**18
+
 # Below this |log(q / P)| the series is used; its first dropped term is then under 1e-12 of the sum.
 _SERIES_BOUND = 0.05
 
@@ -43,6 +47,12 @@ class TeacherRows:
 
     logits_UV: Tensor
     row_C: Tensor
+
+    def part(self, start: int, stop: int) -> TeacherRows:
+        """The teacher of slots start..stop, with no other rows. Reads `row_C` on the host."""
+        row_C = self.row_C[start:stop]
+        first, last = int(row_C.min()), int(row_C.max())
+        return TeacherRows(self.logits_UV[first : last + 1], row_C - first)
 
 
 def apply_head_(raw_CV: Tensor, head: FrozenHead) -> Tensor:
@@ -82,10 +92,35 @@ def torch_chunk(
         teacher: needed if `terms.needs_teacher`.
         gradient_dtype: dtype of the gradient; None forms none.
     """
+    n_slots, n_vocab = raw_CV.shape
+    together = max(1, _CACHED_ELEMENTS // n_vocab) if raw_CV.device.type == "cpu" else n_slots
+    if n_slots <= together:
+        values_FC, gradient_CV = _few_rows(raw_CV, head, label_C, terms, teacher, gradient_dtype is not None)
+        return values_FC, None if gradient_CV is None else gradient_CV.to(gradient_dtype)
+    values_FC = raw_CV.new_empty(len(VALUE_FIELDS), n_slots)
+    for start in range(0, n_slots, together):
+        stop = min(start + together, n_slots)
+        rows = None if teacher is None else teacher.part(start, stop)
+        raw = raw_CV[start:stop]
+        values, gradient = _few_rows(raw, head, label_C[start:stop], terms, rows, gradient_dtype is not None)
+        values_FC[:, start:stop] = values
+        if gradient is not None:
+            raw.copy_(gradient)
+    return values_FC, None if gradient_dtype is None else raw_CV.to(gradient_dtype)
+
+
+def _few_rows(
+    raw_CV: Tensor,
+    head: FrozenHead,
+    label_C: Tensor,
+    terms: LossTerms,
+    teacher: TeacherRows | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Values [F, C] and the gradient [C, V] in the statistics dtype."""
     chunk_loss = ChunkLoss(apply_head_(raw_CV, head), label_C, head, terms, teacher)
-    gradient_CV = chunk_loss.run(with_gradient=gradient_dtype is not None)
-    values_FC = torch.stack([chunk_loss.values[name] for name in VALUE_FIELDS])
-    return values_FC, None if gradient_CV is None else gradient_CV.to(gradient_dtype)
+    gradient_CV = chunk_loss.run(with_gradient=with_gradient)
+    return torch.stack([chunk_loss.values[name] for name in VALUE_FIELDS]), gradient_CV
 
 
 class ChunkLoss:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from draftline.drafter.mlp_fp8 import FP8, FP8_MAX
 from draftline.errors import UserError
 from draftline.records import FrozenHead
 
-FP8 = torch.float8_e4m3fn
-_FP8_MAX = 448.0
 _FIRST_CAPABILITY = (8, 9)
 _ALIGNMENT = 16
 # Rows quantised at a time by the plain form: bounds its temporaries.
@@ -44,7 +43,7 @@ class Fp8Head(FrozenHead):
 
 def require_fp8(device: torch.device) -> None:
     """Raises UserError if the device has no fp8 products."""
-    where, mend = "objective.head_dtype", "set it to compute"
+    where, mend = "objective", "set head_dtype and mlp_dtype to compute"
     if device.type != "cuda":
         raise UserError(f"fp8 needs a GPU, but the drafter is on {device}", where=where, mend=mend)
     capability = torch.cuda.get_device_capability(device)
@@ -64,7 +63,7 @@ def quantize_head(head: FrozenHead) -> Fp8Head:
             where="objective.head_dtype",
             mend="set it to compute",
         )
-    scale = weight_VH.abs().amax().float() / _FP8_MAX
+    scale = weight_VH.abs().amax().float() / FP8_MAX
     rows8_VH = torch.empty_like(weight_VH, dtype=FP8)
     for part8, part in zip(rows8_VH.split(8192), weight_VH.split(8192), strict=True):
         part8.copy_(part.float() / scale)
@@ -82,7 +81,7 @@ def quantize_head(head: FrozenHead) -> Fp8Head:
 
 def project_fp8(x_CH: Tensor, head: Fp8Head) -> Tensor:
     """x W^T [C, V] in fp32."""
-    scale = (x_CH.abs().amax().float() / _FP8_MAX).clamp(min=1e-12)
+    scale = (x_CH.abs().amax().float() / FP8_MAX).clamp(min=1e-12)
     x8_CH = (x_CH.float() / scale).to(FP8)
     return _scaled_product(x8_CH, head.rows8_VH.t(), scale, head.scale)
 
@@ -100,7 +99,7 @@ def quantize_rows(gradient_CV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if gradient_CV.is_cuda:
         from draftline.drafter.head_gpu import quantize_rows_kernel_form
 
-        return quantize_rows_kernel_form(gradient_CV, FP8, _FP8_MAX)
+        return quantize_rows_kernel_form(gradient_CV, FP8, FP8_MAX)
     parts = [_quantize_few(part) for part in gradient_CV.split(_ROWS)]
     g8, scale, largest, value = zip(*parts, strict=True)
     return (
@@ -116,7 +115,7 @@ def _quantize_few(gradient_CV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     largest_C = wide_CV.abs().argmax(-1)
     value_C = wide_CV.gather(-1, largest_C.unsqueeze(-1)).squeeze(-1)
     rest_CV = wide_CV.scatter(-1, largest_C.unsqueeze(-1), 0.0)
-    scale_C = (rest_CV.abs().amax(-1) / _FP8_MAX).clamp(min=1e-30)
+    scale_C = (rest_CV.abs().amax(-1) / FP8_MAX).clamp(min=1e-30)
     return (rest_CV / scale_C.unsqueeze(-1)).to(FP8), scale_C, largest_C, value_C
 
 

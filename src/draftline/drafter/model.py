@@ -25,6 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftline.config.drafter_spec import DrafterSpec, LayerType
 from draftline.drafter.attention import Attend, Kernels, KeyValue, Rope, masked_attention
 from draftline.drafter.masks import AttentionPath, DrafterMasks, MaskRule, build_masks, mask_rule
+from draftline.drafter.mlp_fp8 import linear_fp8
 from draftline.drafter.spec import LENGTH_DEPENDENT_ROPE
 from draftline.errors import UserError
 
@@ -137,16 +138,23 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)).
+
+    Attributes:
+        fp8: in training, form the products in fp8 (see `mlp_fp8.py`).
+    """
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
+        self.fp8 = False
 
     def forward(self, x_QH: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x_QH)) * self.up_proj(x_QH))
+        product = linear_fp8 if self.fp8 and self.training else nn.functional.linear
+        gate_QI, up_QI = product(x_QH, self.gate_proj.weight), product(x_QH, self.up_proj.weight)
+        return product(nn.functional.silu(gate_QI) * up_QI, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -248,6 +256,11 @@ class Drafter(nn.Module):
             else:
                 drawn = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
                 parameter.copy_(drawn.normal_(0.0, self.spec.initializer_range, generator=generator))
+
+    def set_mlp_fp8(self, fp8: bool) -> None:
+        """Whether the MLPs' products run in fp8 while training."""
+        for layer in self._decoder_layers():
+            cast("SwiGLU", layer.mlp).fp8 = fp8
 
     def _ready_kernels(self) -> Kernels:
         return self.kernels or default_kernels(self.fc.weight.device)

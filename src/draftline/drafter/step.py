@@ -10,7 +10,7 @@ starts before the forward is launched (see `head.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,13 +25,15 @@ from draftline.drafter.blocks import (
     anchor_slots,
     apply_feature_noise,
     draw_blocks,
+    make_blocks,
     pad_row,
 )
-from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head
+from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head, run_top_tokens
 from draftline.drafter.head_fp8 import quantize_head, require_fp8
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
-from draftline.drafter.metrics import RowOutcome, StepStats, sum_row
-from draftline.drafter.model import Drafter
+from draftline.drafter.metrics import RowOutcome, StepStats, TreeMetric, sum_row
+from draftline.drafter.model import Drafter, DrafterCache
+from draftline.drafter.top_tokens import TopTokens
 from draftline.errors import UserError
 from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
 
@@ -62,6 +64,7 @@ class DrafterStep:
         final_norm: the target's final norm, applied where a row carries its last hidden state before it.
         static_shapes: pad rows to `row_tokens` and keep padding blocks, so that compiled code sees one shape.
             None: on CUDA only. The result is the same.
+        trees: draft trees that `evaluate` scores beside the chain; None: none.
     """
 
     def __init__(
@@ -76,16 +79,19 @@ class DrafterStep:
         seed: int,
         final_norm: torch.nn.Module | None = None,
         static_shapes: bool | None = None,
+        trees: TreeMetric | None = None,
     ) -> None:
         if objective.needs_teacher and teacher is None:
             raise UserError("the objective needs a teacher, but no target head was given", where="objective")
-        if objective.head_dtype == "fp8":
+        if objective.needs_fp8:
             require_fp8(head.weight_VH.device)
+        drafter.set_mlp_fp8(objective.mlp_dtype == "fp8")
         self._drafter, self._embedding, self._head = drafter, embedding, head
         self._training_head = quantize_head(head) if objective.head_dtype == "fp8" else head
         self._objective, self._terms = objective, LossTerms.of(objective)
         self._teacher_head, self._final_norm = teacher, final_norm
         self._row_tokens, self._seed, self._static_shapes = row_tokens, seed, static_shapes
+        self.trees = trees
 
     def forward_backward(self, row: HiddenStateRow) -> StepStats:
         """Trains on one row: gradients are added to `.grad`. No host sync beyond the module's note."""
@@ -107,9 +113,85 @@ class DrafterStep:
         self._drafter.eval()
         prepared = self._prepare(row, VALIDATION_EPOCH)
         if self._is_known_empty(prepared):
-            return self._empty_row(row)
+            return self._empty_row(row, self.trees)
         hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
-        return self._finish(prepared, self._pass_head(prepared, hidden_QH, with_gradient=False), train=False)
+        top = None if self.trees is None else TopTokens.empty(len(hidden_QH), self._width(), hidden_QH.device)
+        output = self._pass_head(prepared, hidden_QH, with_gradient=False, top=top)
+        return self._finish(prepared, output, train=False, top=top)
+
+    @property
+    def block_size(self) -> int:
+        return self._drafter.spec.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight_VH.device
+
+    def blocks_at_once(self, row: HiddenStateRow) -> int:
+        """Most anchors of one `draft_blocks`: as many as a step on this row has, so that its shape is a known one."""
+        return anchor_slots(self._objective, row.lengths, self._row_tokens)
+
+    @torch.no_grad()
+    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Drafts the blocks at given places as decoding would: without noise, whole, whatever is supervised in them.
+
+        Args:
+            row: on the drafter's device.
+            anchors: rising row indices, at least one and at most `blocks_at_once(row)`.
+
+        Returns:
+            Log-probabilities [A, K, R] and ids [A, K, R] of the likeliest tokens of slots 1..K; R is what `trees`
+            needs, 1 without trees.
+        """
+        self._drafter.eval()
+        if self._is_static(row):
+            row = pad_row(row, self._row_tokens)
+        missing = self.blocks_at_once(row) - len(anchors) if self._is_static(row) else 0
+        anchors_A = torch.tensor([*anchors, *[0] * missing], device=row.taps_TF.device)
+        keep_A = torch.arange(len(anchors_A), device=anchors_A.device) < len(anchors)
+        blocks = make_blocks(row, self._drafter.spec, anchors_A, keep_A)
+        drafted_AB = keep_A[:, None].repeat(1, self._drafter.spec.block_size)
+        drafted_AB[:, 0] = False
+        plan = self._plan(drafted_AB, blocks.teacher_index_AB)
+        hidden_QH = self._hidden(_Prepared(row, blocks, plan, None), row.taps_TF)
+        top = TopTokens.empty(len(hidden_QH), self._width(), hidden_QH.device)
+        run_top_tokens(hidden_QH, plan, self._head, top)
+        log_probs_AKR, tokens_AKR = top.blocks(self._drafter.spec.block_size)
+        return log_probs_AKR[: len(anchors)], tokens_AKR[: len(anchors)]
+
+    @torch.no_grad()
+    def draft_short(
+        self, row: HiddenStateRow, first: int, anchor: int, slots: int, cache: DrafterCache | None
+    ) -> tuple[Tensor, Tensor, DrafterCache]:
+        """Drafts one block of fewer slots, as decoding does before a length limit, by the block form of the drafter.
+
+        Args:
+            row: on the drafter's device.
+            first: row index of the document's first token.
+            anchor: row index of the block's first slot.
+            slots: slots of the block, 2 at least.
+            cache: what an earlier call for the same document gave back; None at first.
+
+        Returns:
+            As `draft_blocks`, with slots - 1 in place of K and one block; and the cache.
+        """
+        self._drafter.eval()
+        cache = cache or self._drafter.new_cache()
+        start = anchor - first
+        cache.crop(min(cache.length, start))
+        ids_B = torch.full((slots,), self._drafter.spec.mask_token_id, device=row.input_ids_T.device)
+        ids_B[0] = row.input_ids_T[anchor]
+        new_taps_SF = row.taps_TF[first + cache.length : anchor]
+        hidden_BH = self._drafter.forward_block(self._embed(ids_B), new_taps_SF, cache, start)
+        top = TopTokens.empty(slots, self._width(), hidden_BH.device)
+        slots_Q = torch.arange(slots, device=hidden_BH.device)
+        run_top_tokens(hidden_BH, plan_slots(slots_Q > 0, slots_Q, chunk=slots), self._head, top)
+        return *top.blocks(slots), cache
+
+    def _width(self) -> int:
+        """Tokens to keep of a slot."""
+        wanted = 1 if self.trees is None else self.trees.width
+        return min(wanted, self._drafter.spec.vocab_size)
 
     def warm_up(self) -> None:
         """A training and a validation step on made-up rows, one for each shape that rows can take.
@@ -161,7 +243,7 @@ class DrafterStep:
                 f"row {row.row_id} carries no final hidden state, but the objective needs a teacher",
                 mend="capture with want_final, or set objective.labels: data and kl, tv and reverse_kl weights to 0",
             )
-        static = row.taps_TF.is_cuda if self._static_shapes is None else self._static_shapes
+        static = self._is_static(row)
         if static:
             row = pad_row(row, self._row_tokens)
         blocks = draw_blocks(
@@ -169,12 +251,14 @@ class DrafterStep:
         )
         if not static:
             blocks = _kept_blocks(blocks)
-        plan = plan_slots(
-            blocks.slot_mask_AB.flatten(),
-            blocks.teacher_index_AB.flatten(),
-            chunk=self._objective.head_chunk_positions,
-        )
-        return _Prepared(row, blocks, plan, self._teacher(row))
+        return _Prepared(row, blocks, self._plan(blocks.slot_mask_AB, blocks.teacher_index_AB), self._teacher(row))
+
+    def _is_static(self, row: HiddenStateRow) -> bool:
+        return row.taps_TF.is_cuda if self._static_shapes is None else self._static_shapes
+
+    def _plan(self, mask_AB: Tensor, teacher_index_AB: Tensor) -> HeadPlan:
+        chunk = self._objective.head_chunk_positions
+        return plan_slots(mask_AB.flatten(), teacher_index_AB.flatten(), chunk=chunk)
 
     def _teacher(self, row: HiddenStateRow) -> Teacher | None:
         hidden_TH = row.final_hidden_TH
@@ -193,12 +277,16 @@ class DrafterStep:
     def _hidden(self, prepared: _Prepared, taps_TF: Tensor) -> Tensor:
         row, blocks = prepared.row, prepared.blocks
         mask = self._drafter.build_masks(row.document_ids_T, blocks.anchors_A, blocks.document_A)
-        embeddings_QH = F.embedding(blocks.block_ids_AB.flatten(), self._embedding.weight_VH.detach())
-        if self._embedding.scale != 1.0:
-            embeddings_QH = embeddings_QH * self._embedding.scale
+        embeddings_QH = self._embed(blocks.block_ids_AB.flatten())
         return self._drafter(embeddings_QH, taps_TF, mask, row.position_ids_T, blocks.position_ids_AB.flatten())
 
-    def _pass_head(self, prepared: _Prepared, hidden_QH: Tensor, *, with_gradient: bool) -> HeadOutput:
+    def _embed(self, ids_Q: Tensor) -> Tensor:
+        embeddings_QH = F.embedding(ids_Q, self._embedding.weight_VH.detach())
+        return embeddings_QH if self._embedding.scale == 1.0 else embeddings_QH * self._embedding.scale
+
+    def _pass_head(
+        self, prepared: _Prepared, hidden_QH: Tensor, *, with_gradient: bool, top: TopTokens | None = None
+    ) -> HeadOutput:
         return run_head(
             hidden_QH,
             prepared.blocks.labels_AB.flatten(),
@@ -208,9 +296,12 @@ class DrafterStep:
             prepared.teacher,
             with_gradient=with_gradient,
             form=self._objective.head,
+            top=top,
         )
 
-    def _finish(self, prepared: _Prepared, output: HeadOutput, *, train: bool) -> StepStats:
+    def _finish(
+        self, prepared: _Prepared, output: HeadOutput, *, train: bool, top: TopTokens | None = None
+    ) -> StepStats:
         """Weights, backward and sums."""
         mask_AB, values = prepared.blocks.slot_mask_AB, output.values
         weight_AB = slot_weights(self._objective.decay, mask_AB, values.ce.view_as(mask_AB))
@@ -229,20 +320,31 @@ class DrafterStep:
                 numerator=numerator,
                 denominator=denominator(self._objective.decay, mask_AB, weight_AB),
                 gradient_size=size,
+                tree_budgets=self.trees.budgets if self.trees is not None and not train else (),
+                tree_accepted_AN=self._tree_accepted(prepared.blocks, top),
             )
         )
+
+    def _tree_accepted(self, blocks: BlockBatch, top: TopTokens | None) -> Tensor | None:
+        """Leading labels that each block's trees hold, [A, N]. Labels are the data's: the text that was written."""
+        if self.trees is None or top is None:
+            return None
+        log_probs_AKR, tokens_AKR = top.blocks(self._drafter.spec.block_size)
+        labels_AK, known_AK = blocks.labels_AB[:, 1:], blocks.slot_mask_AB[:, 1:]
+        return self.trees.accepted(log_probs_AKR, tokens_AKR, labels_AK, known_AK, self.trees.budgets)
 
     def _is_known_empty(self, prepared: _Prepared) -> bool:
         """True if no block is left, where that is known without waiting for the device."""
         return prepared.blocks.anchors_A.shape[0] == 0
 
-    def _empty_row(self, row: HiddenStateRow) -> StepStats:
+    def _empty_row(self, row: HiddenStateRow, trees: TreeMetric | None = None) -> StepStats:
         """Every parameter has a gradient afterwards, so a joint step finds zeros rather than nothing."""
         if torch.is_grad_enabled():
             for parameter in self._drafter.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        return StepStats.of_empty_row(self._drafter.spec.block_size, row.taps_TF.device)
+        budgets = () if trees is None else trees.budgets
+        return StepStats.of_empty_row(self._drafter.spec.block_size, row.taps_TF.device, budgets)
 
 
 def _kept_blocks(blocks: BlockBatch) -> BlockBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import torch
 
@@ -11,8 +10,9 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import RunConfig
 from draftline.drafter.head_fp8 import require_fp8
 from draftline.errors import UserError
-from draftline.export.zlab import read_spec
+from draftline.export.formats import read_drafter_spec
 from draftline.export.zlab_config import refuse_unservable
+from draftline.pipeline.warm_spec import require_same_spec
 
 
 def check_start(config: RunConfig, spec: DrafterSpec, num_target_layers: int) -> None:
@@ -27,28 +27,17 @@ def check_start(config: RunConfig, spec: DrafterSpec, num_target_layers: int) ->
     """
     refuse_unservable(spec)  # every run ends with an export
     if config.drafter.init_from is not None:
-        require_same_spec(read_spec(config.drafter.init_from.expanduser()), spec, config.drafter.init_from)
+        found = read_drafter_spec(config.drafter.init_from, num_target_layers=num_target_layers)
+        require_same_spec(found, spec, config.drafter.init_from)
     elif config.drafter.init == "target_layers":
         chosen_init_layers(config, num_target_layers)
-    if config.objective.head_dtype == "fp8":
+    if config.objective.needs_fp8:
         for device in config.pipeline.drafter_devices:
             require_fp8(torch.device(device))
     for name in config.monitor.trackers:
         if importlib.util.find_spec(name) is None:
             mend = "install draftline[trackers], or leave it out"
             raise UserError(f"{name} is not installed", where="monitor.trackers", mend=mend)
-
-
-def require_same_spec(found: DrafterSpec, wanted: DrafterSpec, where: Path) -> None:
-    """A drafter that is trained further must be the one that the configuration describes."""
-    fields = [n for n in DrafterSpec.model_fields if getattr(found, n) != getattr(wanted, n)]
-    if fields:
-        raise UserError(
-            "is a drafter of another shape: "
-            + ", ".join(f"{n} {getattr(found, n)} there, {getattr(wanted, n)} here" for n in fields),
-            where=str(where),
-            mend="change the drafter section, or start from another drafter",
-        )
 
 
 def chosen_init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
