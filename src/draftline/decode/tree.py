@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from draftline.drafter.top_tokens import top_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Marginals:
@@ -46,14 +48,8 @@ def top_marginals(logits_DV: torch.Tensor, width: int) -> Marginals:
     """
     if logits_DV.shape[0] == 0 or width < 1:
         return Marginals([], [])
-    logits_DV = logits_DV.float()
-    best = logits_DV.topk(min(width, logits_DV.shape[-1]), dim=-1)
-    by_id = best.indices.sort(dim=-1)
-    # Rounding may put a token that has all the mass a hair above 0, and its extensions above their prefix.
-    log_probs_DR = (best.values.gather(-1, by_id.indices) - logits_DV.logsumexp(dim=-1, keepdim=True)).clamp_max(0.0)
-    ordered = log_probs_DR.sort(dim=-1, descending=True, stable=True)
-    tokens_DR = by_id.values.gather(-1, ordered.indices)
-    return Marginals(ordered.values.tolist(), tokens_DR.tolist())
+    log_probs_DR, tokens_DR = top_tokens(logits_DV, width)
+    return Marginals(log_probs_DR.tolist(), tokens_DR.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from draftline.drafter import loss
 from draftline.drafter.head_chunk import VALUE_FIELDS, TeacherRows, apply_head_, torch_chunk
 from draftline.drafter.head_fp8 import Fp8Head, gradient_product_fp8, project_fp8
 from draftline.drafter.loss import LossTerms
+from draftline.drafter.top_tokens import TopTokens
 from draftline.records import FrozenHead
 
 HeadForm = Literal["fused", "checkpointed"]
@@ -178,6 +179,15 @@ class _CheckpointedOutput(HeadOutput):
         return numerator.detach().abs()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sinks:
+    """Where chunks write: value table, gradient of the hidden states, likeliest tokens."""
+
+    values_FQ: Tensor
+    unit_QH: Tensor | None
+    top: TopTokens | None
+
+
 def run_head(
     hidden_QH: Tensor,
     label_Q: Tensor,
@@ -188,6 +198,7 @@ def run_head(
     *,
     with_gradient: bool = True,
     form: HeadForm = "fused",
+    top: TopTokens | None = None,
 ) -> HeadOutput:
     """Passes the planned slots through the frozen head.
 
@@ -201,8 +212,10 @@ def run_head(
         teacher: needed if `terms.needs_teacher`.
         with_gradient: False for validation.
         form: "checkpointed" recomputes each chunk's logits in the backward, by autograd: the plain reference.
+        top: filled with the likeliest tokens of each planned slot; only without gradient.
     """
     assert teacher is not None or not terms.needs_teacher
+    assert top is None or not with_gradient
     teacher = teacher if terms.needs_teacher else None
     detached_QH = hidden_QH.detach()
     values_FQ = torch.zeros(
@@ -212,12 +225,21 @@ def run_head(
         losses = _checkpointed_chunks(hidden_QH, label_Q, plan, head, terms, teacher, values_FQ)
         return _CheckpointedOutput(hidden_QH, SlotValues(*values_FQ), losses)
     unit_QH = torch.zeros_like(detached_QH) if with_gradient else None
+    sinks = _Sinks(values_FQ, unit_QH, top)
     with torch.no_grad():
         for chunk in plan.chunks():
             slots_C = plan.order_Q[chunk.start : chunk.stop]
             rows = _teacher_rows(plan, chunk, teacher)
-            _fused_chunk(detached_QH, label_Q, slots_C, head, terms, rows, values_FQ, unit_QH)
+            _fused_chunk(detached_QH, label_Q, slots_C, head, terms, rows, sinks)
     return HeadOutput(hidden_QH, SlotValues(*values_FQ), unit_QH)
+
+
+@torch.no_grad()
+def run_top_tokens(hidden_QH: Tensor, plan: HeadPlan, head: FrozenHead, top: TopTokens) -> None:
+    """Passes the planned slots through the head for their likeliest tokens alone, written into `top`."""
+    for chunk in plan.chunks():
+        slots_C = plan.order_Q[chunk.start : chunk.stop]
+        top.take(slots_C, apply_head_(project(hidden_QH[slots_C], head), head))
 
 
 def project(x_NH: Tensor, head: FrozenHead) -> Tensor:
@@ -267,15 +289,18 @@ def _fused_chunk(
     head: FrozenHead,
     terms: LossTerms,
     rows: TeacherRows | None,
-    values_FQ: Tensor,
-    unit_QH: Tensor | None,
+    sinks: _Sinks,
 ) -> None:
-    """Forward and gradient of one chunk, written into `values_FQ` and `unit_QH`. Its logits die with this call."""
-    raw_CV = project(hidden_QH[slots_C], head)
+    """Forward and gradient of one chunk, written into `sinks`. Its logits die with this call."""
+    raw_CV, unit_QH = project(hidden_QH[slots_C], head), sinks.unit_QH
+    if sinks.top is not None:
+        raw_CV = apply_head_(raw_CV, head)
+        sinks.top.take(slots_C, raw_CV)
+        head = FrozenHead(head.weight_VH)  # bias, multiplier and soft cap are in these logits already
     gradient_dtype = None if unit_QH is None else head.weight_VH.dtype
     form_chunk = _chunk_function(raw_CV)
     values_FC, gradient_CV = form_chunk(raw_CV, head, label_Q[slots_C], terms, rows, gradient_dtype)
-    values_FQ[:, slots_C] = values_FC
+    sinks.values_FQ[:, slots_C] = values_FC
     if gradient_CV is not None and unit_QH is not None:
         if isinstance(head, Fp8Head):
             gradient_CH = gradient_product_fp8(gradient_CV, head)

@@ -6,10 +6,13 @@ formed last, from sums, so an average of averages cannot happen.
 Chain acceptance length of a block = 1 + number of leading slots whose draft is the label: what greedy decoding would
 commit there, the bonus token included. It is counted per block, over blocks whose K = B - 1 slots are all
 supervised; blocks that the conversation's end cuts short are summed apart, because they can only pull it down.
+Tree acceptance length of a block = 1 + number of leading labels that a draft tree of so many nodes holds, grown from
+the block's marginals; over the same blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -42,6 +45,25 @@ _BIN_SUMS = ("bin_count", "bin_confidence", "bin_correct")
 
 
 @dataclass(frozen=True, slots=True)
+class TreeMetric:
+    """Trees that validation grows, and the rule that grows them (it lives with tree decoding).
+
+    Attributes:
+        budgets: drafts of the trees, the root not counted.
+        accepted: (log-probabilities [A, K, R] and ids [A, K, R] of the likeliest tokens of each slot, labels [A, K],
+            bool [A, K] where they are known, budgets) -> leading labels inside each tree, int64 [A, N].
+    """
+
+    budgets: tuple[int, ...]
+    accepted: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+
+    @property
+    def width(self) -> int:
+        """Tokens to keep of a slot: a tree needs no more than it has nodes."""
+        return max(self.budgets)
+
+
+@dataclass(frozen=True, slots=True)
 class RowOutcome:
     """What one row's pass gave, as `sum_row` needs it. All of shape [A, B] or scalars, without graph.
 
@@ -51,6 +73,7 @@ class RowOutcome:
         values: of the head, shape [A * B] each.
         numerator, denominator: of the row's loss.
         gradient_size: any scalar that is not finite if the row's gradient is not.
+        tree_budgets, tree_accepted_AN: trees that were scored, and the labels each block's tree holds.
     """
 
     mask_AB: Tensor
@@ -59,30 +82,34 @@ class RowOutcome:
     numerator: Tensor
     denominator: Tensor
     gradient_size: Tensor
+    tree_budgets: tuple[int, ...] = ()
+    tree_accepted_AN: Tensor | None = None
 
 
 class StepStats:
-    """Sums over rows. `vector` is fp64: scalars, then K entries per slot sum, then calibration bins.
+    """Sums over rows. `vector` is fp64: scalars, K entries per slot sum, calibration bins, then one sum per tree.
 
     Attributes:
         vector: the sums.
         block_size: B; slots 1..B-1 are counted, so K = B - 1.
+        tree_budgets: drafts of the trees that were scored; none in training.
     """
 
-    __slots__ = ("block_size", "vector")
+    __slots__ = ("block_size", "tree_budgets", "vector")
 
-    def __init__(self, vector: Tensor, block_size: int) -> None:
-        self.vector, self.block_size = vector, block_size
+    def __init__(self, vector: Tensor, block_size: int, tree_budgets: tuple[int, ...] = ()) -> None:
+        self.vector, self.block_size, self.tree_budgets = vector, block_size, tree_budgets
 
     @classmethod
-    def zeros(cls, block_size: int, device: torch.device | str = "cpu") -> Self:
+    def zeros(cls, block_size: int, device: torch.device | str = "cpu", tree_budgets: tuple[int, ...] = ()) -> Self:
         size = len(_SCALARS) + len(_SLOT_SUMS) * (block_size - 1) + len(_BIN_SUMS) * CALIBRATION_BINS
-        return cls(torch.zeros(size, dtype=torch.float64, device=device), block_size)
+        size += len(tree_budgets)
+        return cls(torch.zeros(size, dtype=torch.float64, device=device), block_size, tree_budgets)
 
     @classmethod
-    def of_empty_row(cls, block_size: int, device: torch.device | str) -> Self:
+    def of_empty_row(cls, block_size: int, device: torch.device | str, tree_budgets: tuple[int, ...] = ()) -> Self:
         """A row without any supervised slot: counted, and nothing else."""
-        stats = cls.zeros(block_size, device)
+        stats = cls.zeros(block_size, device, tree_budgets)
         stats.scalar("rows").fill_(1.0)
         stats.scalar("empty_rows").fill_(1.0)
         return stats
@@ -90,11 +117,13 @@ class StepStats:
     def __add__(self, other: StepStats) -> StepStats:
         if self.block_size != other.block_size:
             raise ValueError(f"sums of block size {self.block_size} and {other.block_size} do not add up")
-        return StepStats(self.vector + other.vector.to(self.vector.device), self.block_size)
+        if self.tree_budgets != other.tree_budgets:
+            raise ValueError(f"sums of trees {self.tree_budgets} and {other.tree_budgets} do not add up")
+        return StepStats(self.vector + other.vector.to(self.vector.device), self.block_size, self.tree_budgets)
 
     def to(self, device: torch.device | str) -> StepStats:
         """A copy on another device: one transfer."""
-        return StepStats(self.vector.to(device), self.block_size)
+        return StepStats(self.vector.to(device), self.block_size, self.tree_budgets)
 
     def scalar(self, name: str) -> Tensor:
         """0-dim view of one scalar sum."""
@@ -110,6 +139,11 @@ class StepStats:
         """View [CALIBRATION_BINS] of one calibration sum; bins are equal steps of confidence from 0 to 1."""
         start = len(_SCALARS) + len(_SLOT_SUMS) * (self.block_size - 1) + _BIN_SUMS.index(name) * CALIBRATION_BINS
         return self.vector[start : start + CALIBRATION_BINS]
+
+    @property
+    def tree_sums(self) -> Tensor:
+        """View [N] of the tree acceptance lengths summed over `acceptance_blocks`, one a budget."""
+        return self.vector[self.vector.shape[0] - len(self.tree_budgets) :]
 
     @property
     def numerator(self) -> Tensor:
@@ -147,6 +181,10 @@ class StepStats:
             "terms": {name: _ratio(scalars[name], scalars["denominator"]) for name in TERMS},
             "acceptance_length": _ratio(scalars["acceptance_sum"], scalars["acceptance_blocks"]),
             "truncated_acceptance_length": _ratio(scalars["truncated_sum"], scalars["truncated_blocks"]),
+            "tree_acceptance_length": {
+                str(budget): _ratio(total, scalars["acceptance_blocks"])
+                for budget, total in zip(host.tree_budgets, host.tree_sums.tolist(), strict=True)
+            },
             "recall": {str(k): _ratios(host.per_slot(f"recall_{k}"), count) for k in RECALL_AT},
             "nll": _ratios(host.per_slot("nll"), count),
             "confidence": _ratios(host.per_slot("confidence"), count),
@@ -160,7 +198,7 @@ class StepStats:
 def sum_row(outcome: RowOutcome) -> StepStats:
     """Sums of one row, on its device, without host sync."""
     mask_AB, values = outcome.mask_AB, outcome.values
-    stats = StepStats.zeros(mask_AB.shape[1], mask_AB.device)
+    stats = StepStats.zeros(mask_AB.shape[1], mask_AB.device, outcome.tree_budgets)
     weight_Q = outcome.weight_AB.flatten()
     n_valid_A = mask_AB[:, 1:].sum(-1)
     run_A = accepted_run(values.rank.view_as(mask_AB)[:, 1:] == 0, mask_AB[:, 1:])
@@ -184,6 +222,8 @@ def sum_row(outcome: RowOutcome) -> StepStats:
     stats.vector[: len(_SCALARS)] = torch.stack([sums[name].double() for name in _SCALARS])
     _sum_slots(stats, outcome)
     _sum_bins(stats, outcome)
+    if outcome.tree_accepted_AN is not None:
+        stats.tree_sums.copy_(((1 + outcome.tree_accepted_AN) * whole_A[:, None]).sum(0))
     return _without_nonfinite(stats, torch.isfinite(outcome.numerator) & torch.isfinite(outcome.gradient_size))
 
 
@@ -227,7 +267,7 @@ def _without_nonfinite(stats: StepStats, finite: Tensor) -> StepStats:
     bad = torch.zeros_like(stats.vector)
     bad[_SCALARS.index("rows")] = 1.0
     bad[_SCALARS.index("nonfinite_rows")] = 1.0
-    return StepStats(torch.where(finite, stats.vector, bad), stats.block_size)
+    return StepStats(torch.where(finite, stats.vector, bad), stats.block_size, stats.tree_budgets)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -26,6 +26,28 @@ MIN_ROWS_FOR_RATE = 3
 
 
 @dataclass(frozen=True, slots=True)
+class ValidationLengths:
+    """Acceptance lengths of the validation rows, the bonus token counted.
+
+    Attributes:
+        anchors: mean over whole blocks at the fixed anchors, of `chain` and `tree@N`.
+        walk: tokens per round along the walked samples, of the same.
+    """
+
+    anchors: Mapping[str, float] = field(default_factory=dict)
+    walk: Mapping[str, float] = field(default_factory=dict)
+
+    def curves(self) -> dict[str, float]:
+        """`validation/acceptance`, `validation/acceptance_tree_16`, `validation/acceptance_walk`, ..."""
+        kinds = (("validation/acceptance", self.anchors), ("validation/acceptance_walk", self.walk))
+        return {
+            kind if name == "chain" else f"{kind}_{name.replace('@', '_')}": length
+            for kind, lengths in kinds
+            for name, length in lengths.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingStats:
     """Host-side sums of one optimizer step, or of several rows.
 
@@ -92,7 +114,8 @@ class RunMetrics:
         self._supervised: deque[tuple[float, int]] = deque(maxlen=4096)
         self._learning_rate: float | None = None
         self._grad_norm: float | None = None
-        self._validation: tuple[float | None, float | None] = (None, None)
+        self._validation_loss: float | None = None
+        self._validation = ValidationLengths()
         self._nonfinite = 0
 
     def worker(self, name: str) -> WorkerClock:
@@ -133,10 +156,10 @@ class RunMetrics:
                 if math.isfinite(numerator) and math.isfinite(denominator):
                     self._terms.setdefault(name, _Ratio()).add(numerator, denominator, keep)
 
-    def record_validation(self, *, loss: float | None, acceptance: float | None) -> None:
-        """Latest scores of the validation rows (acceptance: as an acceptance length, bonus token counted)."""
+    def record_validation(self, *, loss: float | None, lengths: ValidationLengths) -> None:
+        """Latest scores of the validation rows."""
         with self._lock:
-            self._validation = (loss, acceptance)
+            self._validation_loss, self._validation = loss, lengths
 
     def elapsed_s(self) -> float:
         """Seconds since this object was made."""
@@ -175,8 +198,10 @@ class RunMetrics:
                 "loss": self._loss.value(),
                 "terms": {name: v for name, r in self._terms.items() if (v := r.value()) is not None},
                 "acceptance": None if accepted is None else 1.0 + accepted,
-                "validation_loss": self._validation[0],
-                "validation_acceptance": self._validation[1],
+                "validation_loss": self._validation_loss,
+                "validation_acceptance": self._validation.anchors.get("chain"),
+                "validation_trees": {k: v for k, v in self._validation.anchors.items() if k != "chain"},
+                "validation_walk": dict(self._validation.walk),
                 "learning_rate": self._learning_rate,
                 "grad_norm": self._grad_norm,
                 "supervised_tokens_per_s": _rate_of(list(self._supervised), now, self._window_s, self._start_s),

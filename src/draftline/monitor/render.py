@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from draftline.monitor.status import QueueGauge, StatusSnapshot, WorkerStatus
 from draftline.monitor.verdict import rate
@@ -34,13 +34,26 @@ def status_segments(snapshot: StatusSnapshot) -> list[str]:
         f"can: targets {rate(capacities.target_tokens_per_s)}, drafters {rate(capacities.drafter_tokens_per_s)}",
     ]
     if snapshot.validation_acceptance is not None:
-        segments.insert(3, f"val acc {number(snapshot.validation_acceptance, 2)}")
+        segments[3:3] = validation_segments(snapshot)
     if snapshot.queue is not None:
         segments.append(queue_text(snapshot.queue))
     if snapshot.workers:
         segments.append("wait " + " ".join(f"{short_name(w)} {waiting_share(w):.0%}" for w in snapshot.workers))
     segments.append(f"left {duration(snapshot.time_left_s)}")
     return segments
+
+
+def validation_segments(snapshot: StatusSnapshot) -> list[str]:
+    """`val acc 2.31`, `tree@16 2.80 tree@64 3.01`, `walk 2.20 tree@16 2.64`: at fixed anchors, then walked."""
+
+    def lengths(by_method: Mapping[str, float]) -> str:
+        return " ".join(f"{name} {number(length, 2)}" for name, length in by_method.items() if name != "chain")
+
+    segments = [f"val acc {number(snapshot.validation_acceptance, 2)}", lengths(snapshot.validation_trees)]
+    if snapshot.validation_walk:
+        chain = number(snapshot.validation_walk.get("chain"), 2)
+        segments.append(f"walk {chain} {lengths(snapshot.validation_walk)}".strip())
+    return [segment for segment in segments if segment]
 
 
 def queue_text(queue: QueueGauge) -> str:

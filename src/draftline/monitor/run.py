@@ -24,7 +24,7 @@ from draftline.config.schema import MonitorConfig
 from draftline.errors import DraftlineError, RunStoppedError, UserError
 from draftline.monitor.console import StatusDisplay, is_live, make_console
 from draftline.monitor.events import EventLog
-from draftline.monitor.metrics import RunMetrics
+from draftline.monitor.metrics import RunMetrics, ValidationLengths
 from draftline.monitor.status import ProcessInfo, RunEnd, StatusFile, StatusSnapshot
 from draftline.monitor.trackers import open_trackers
 
@@ -180,15 +180,21 @@ def tracked_numbers(snapshot: StatusSnapshot) -> dict[str, float]:
         "train/tokens_per_s": snapshot.tokens_per_s,
         "train/supervised_tokens_per_s": snapshot.supervised_tokens_per_s,
         "validation/loss": snapshot.validation_loss,
-        "validation/acceptance": snapshot.validation_acceptance,
         "capacity/targets_tokens_per_s": snapshot.capacities.target_tokens_per_s,
         "capacity/drafters_tokens_per_s": snapshot.capacities.drafter_tokens_per_s,
         "queue/rows": snapshot.queue.rows if snapshot.queue else None,
         "queue/bytes": snapshot.queue.bytes if snapshot.queue else None,
     }
+    numbers.update(snapshot_lengths(snapshot).curves())
     numbers.update({f"train/{name}": value for name, value in snapshot.terms.items()})
     numbers.update({f"waiting/{w.name}": w.shares.get("waiting", 0.0) for w in snapshot.workers})
     return {name: float(value) for name, value in numbers.items() if value is not None}
+
+
+def snapshot_lengths(snapshot: StatusSnapshot) -> ValidationLengths:
+    """The newest acceptance lengths of the validation rows."""
+    chain = {} if snapshot.validation_acceptance is None else {"chain": snapshot.validation_acceptance}
+    return ValidationLengths({**chain, **snapshot.validation_trees}, snapshot.validation_walk)
 
 
 def _outcome_of(error: BaseException | None) -> tuple[Literal["closed", "stopped", "failed"], str]:

@@ -136,6 +136,9 @@ class StatusSnapshot(Record):
 
     Attributes:
         acceptance: estimate of the acceptance length from training blocks: 1 + mean accepted draft tokens.
+        validation_acceptance: of the chain, over whole blocks at the fixed anchors; the newest.
+        validation_trees: the same of trees, `tree@16` and so on.
+        validation_walk: tokens per round along the walked samples, of `chain` and trees.
         tokens_per_s, supervised_tokens_per_s: trained, by wall clock.
         nonfinite_updates: training statistics that were NaN or infinite, left out of the smoothing.
     """
@@ -150,6 +153,8 @@ class StatusSnapshot(Record):
     acceptance: float | None = None
     validation_loss: float | None = None
     validation_acceptance: float | None = None
+    validation_trees: dict[str, float] = {}
+    validation_walk: dict[str, float] = {}
     learning_rate: float | None = None
     grad_norm: float | None = None
     rows_trained: int = 0
