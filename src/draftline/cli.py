@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from draftline import __version__
+from draftline import __version__, cli_data, cli_regenerate
+from draftline.cli_data import Device, Target, TrustCode
 from draftline.errors import DraftlineError
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
@@ -25,74 +26,27 @@ app = typer.Typer(
     help="Train, evaluate and ship the drafters of speculative decoding.",
 )
 
-Target = Annotated[str, typer.Option("--target", help="Target model: folder, hub id, or path of a .gguf file.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the model repository.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad-rows", help="Count bad rows and go on, instead of refusing.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda:0, ... or auto.")]
+app.command()(cli_data.prepare)
+app.command()(cli_data.preview)
+app.command()(cli_data.check_labels)
+app.command()(cli_regenerate.regenerate)
 
 
 @app.command()
-def prepare(
-    sources: Annotated[list[str], typer.Argument(help="JSONL files of conversations, or hf:NAME:SPLIT.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
-    target: Target,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 4096,
-    turns: Annotated[str, typer.Option(help="Assistant turns that are supervised: all or last.")] = "all",
-    skip_bad_rows: SkipBad = False,
-    trust_remote_code: TrustCode = False,
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs to share out; without a GPU, workers on the CPU.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example seed=1.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Plan for this GPU, for example H200.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run both stages on one device for a moment.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Turn conversations into token shards with exact loss masks."""
-    from draftline.config.schema import TargetConfig
-    from draftline.data.prepare import prepare as run
+    """Recommend how many GPUs should be targets and how many drafters, and tell what to expect."""
+    from draftline.config.load import load_config
+    from draftline.pipeline.planning import plan_split
 
-    report = run(
-        sources,
-        output,
-        target=TargetConfig(model=target, trust_remote_code=trust_remote_code),
-        max_tokens=max_tokens,
-        turns=turns,
-        skip_bad_rows=skip_bad_rows,
-        progress=True,
-    )
-    _print_lines(report.summary_lines())
-
-
-@app.command()
-def regenerate(
-    source: Annotated[str, typer.Argument(help="JSONL file of prompts or conversations, hf:NAME:SPLIT, or builtin.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file to write; a killed run goes on in it.")],
-    target: Target,
-    device: Device = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")] = 0,
-    seed: int = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first prompts.")] = None,
-    skip_bad_rows: SkipBad = False,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Let the target answer the prompts itself, so that the drafter learns the target's own words."""
-    from draftline.config.schema import TargetConfig
-    from draftline.data.regenerate import regenerate as run
-    from draftline.devices import resolve_devices
-
-    report = run(
-        source,
-        output,
-        target=TargetConfig(model=target, trust_remote_code=trust_remote_code),
-        device=resolve_devices([device])[0],
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        limit=limit,
-        skip_bad_rows=skip_bad_rows,
-    )
-    _print_lines(report.summary_lines())
+    report = plan_split(load_config([config], list(overrides or [])), gpus, gpu=gpu, measure=measure)
+    _print_lines([report.to_json()] if as_json else report.lines())
 
 
 @app.command()
@@ -101,6 +55,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example seed=1.")] = None,
     target_devices: Annotated[str | None, typer.Option(help="For example cuda:0,cuda:1 or cpu,cpu.")] = None,
     drafter_devices: Annotated[str | None, typer.Option(help="For example cuda:2 or cpu,cpu.")] = None,
+    auto_split: Annotated[bool, typer.Option("--auto-split", help="Share the devices out as `plan` would.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; load no weights.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
 ) -> None:
@@ -112,19 +67,24 @@ def train(
         if value is not None:
             items.append(f"pipeline.{key}=[{value}]")
     run = load_config(config, items)
+    if auto_split:
+        from draftline.pipeline.planning import auto_split as share_out
+
+        run, report = share_out(run)
+        typer.echo(report.split_line())
     from draftline.pipeline.runplan import make_run_plan, plan_lines
 
-    plan = make_run_plan(run)
+    run_plan = make_run_plan(run)
     if dry_run:
         from draftline.pipeline.run_folder import check_run_folder
 
-        check_run_folder(plan, resume=resume)
-        typer.echo(dump_config(plan.config))
-        _print_lines(plan_lines(plan))
+        check_run_folder(run_plan, resume=resume)
+        typer.echo(dump_config(run_plan.config))
+        _print_lines(plan_lines(run_plan))
         return
     from draftline.pipeline.coordinator import train as run_training
 
-    result = run_training(plan, resume=resume)
+    result = run_training(run_plan, resume=resume)
     _print_lines(result.summary_lines())
 
 
@@ -169,14 +129,43 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder; its last whole checkpoint is exported.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
+    source: Annotated[
+        Path | None, typer.Argument(help="Run folder (its last whole checkpoint), or an export to convert.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; must not exist.")] = None,
+    form: Annotated[str | None, typer.Option("--format", help="zlab (dflash, vLLM, SGLang) or speculators.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    target: Annotated[
+        str | None, typer.Option("--target", help="Target as servers find it: hub id or folder. Default: the run's.")
+    ] = None,
+    report: Annotated[list[Path] | None, typer.Option(help="Report of `eval --output`, told in README.md.")] = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Look an export over for what servers would do otherwise.")
+    ] = None,
+    server: Annotated[list[str] | None, typer.Option(help="With --check: dflash, vllm or sglang.")] = None,
 ) -> None:
-    """Write a drafter in z-lab's checkpoint format from a run's last checkpoint."""
-    from draftline.pipeline.exporting import export_run
+    """Write a drafter in a format that servers load, or check one."""
+    from draftline.pipeline.exporting import check_command, export_command
 
-    typer.echo(f"exported: {export_run(run, output, dtype=dtype)}")
+    if check is not None:
+        lines, good = check_command(check, form=form, servers=server or [], target=target)
+        _print_lines(lines)
+        raise typer.Exit(0 if good else 2)
+    _print_lines(export_command(source, output, form=form, dtype=dtype, target=target, reports=report or []))
+
+
+@app.command(name="import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="DFlash drafter in z-lab's or speculators' format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
+    target: Annotated[
+        str | None, typer.Option("--target", help="Its target; speculators' format does not tell its layers.")
+    ] = None,
+) -> None:
+    """Take over a drafter of others, to train it further."""
+    from draftline.pipeline.exporting import import_command
+
+    _print_lines(import_command(checkpoint, output, target=target))
 
 
 @app.command()

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from draftline.data.marking import Draft, Marked, RejectedError, mark_by_bytes, mark_by_offsets
 from draftline.data.messages import Message, Turns
-from draftline.data.spans import TurnSpan, locate_turns
+from draftline.data.outline import OutlineCache
+from draftline.data.spans import locate_turns
 from draftline.data.template import ChatTemplate, TemplateRefusedError
 
 Tools = Sequence[Mapping[str, Any]] | None
-
-
-class RejectedError(ValueError):
-    """A conversation that gives no sample. `reason` is a short fixed phrase that rows are counted by."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        super().__init__(detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +72,25 @@ def prompt_ids(template: ChatTemplate, messages: Sequence[Message], tools: Tools
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Ids with the characters each covers, in order."""
+class EncodedArrays:
+    """As EncodedConversation, in arrays.
 
-    ids: list[int]
-    starts: list[int]
-    stops: list[int]
+    Attributes:
+        ids: int32 [T].
+        mask: bool [T].
+        n_turns: assistant turns that are supervised.
+    """
 
-    @classmethod
-    def of(cls, ids: list[int], offsets: list[tuple[int, int]]) -> _Tokens:
-        return cls(ids, [start for start, _ in offsets], [stop for _, stop in offsets])
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    n_prompt_tokens: int
+    truncated: bool
+    n_turns: int
+    turns_left_out: int
 
-    def range_of(self, start: int, stop: int) -> tuple[int, int]:
-        """First and one-past-last token that begin in text[start:stop]."""
-        return bisect_left(self.starts, start), bisect_left(self.starts, stop)
-
-    def reach_over(self, edge: int) -> bool:
-        """Whether a token covers characters on both sides of `edge`."""
-        before = bisect_left(self.starts, edge) - 1
-        return before >= 0 and self.stops[before] > edge
+    def to_lists(self) -> EncodedConversation:
+        lists: tuple[list[int], list[bool]] = (self.ids.tolist(), self.mask.tolist())
+        return EncodedConversation(*lists, self.n_prompt_tokens, self.truncated, self.turns_left_out)
 
 
 class ChatEncoder:
@@ -109,6 +104,7 @@ class ChatEncoder:
 
     def __init__(self, template: ChatTemplate, *, max_tokens: int, turns: Turns = "all") -> None:
         self.template, self.max_tokens, self.turns = template, max_tokens, turns
+        self._outlines = OutlineCache(template)
 
     def encode(
         self,
@@ -128,18 +124,51 @@ class ChatEncoder:
         Raises:
             RejectedError: with the reason it is counted by.
         """
-        messages, text = self._rendered(_until_last_answer(messages), tools)
-        places = locate_turns(self.template, messages, tools, text, turns or self.turns)
+        return self.settle(self.draft_carefully(messages, tools, turns=turns, answer_cut=answer_cut)).to_lists()
+
+    def draft(
+        self, messages: Sequence[Message], tools: Tools = None, *, turns: Turns | None = None, answer_cut: bool = False
+    ) -> Draft:
+        """Render and locate, by the template's outline where that is proven for this conversation.
+
+        Raises:
+            RejectedError: with the reason it is counted by.
+        """
+        if not tools:
+            asked = _until_last_answer(messages)
+            text = self._render(asked, None)
+            # Text that a tokenizer may compose is looked at more closely, unless tokens are proven byte by byte.
+            if self.template.token_bytes is not None or unicodedata.is_normalized("NFC", text):
+                places = self._outlines.locate(asked, text)
+                if places is not None:
+                    chosen = places if (turns or self.turns) == "all" else places[-1:]
+                    return Draft(text, tuple(chosen), answer_cut)
+        return self.draft_carefully(messages, tools, turns=turns, answer_cut=answer_cut)
+
+    def draft_carefully(
+        self, messages: Sequence[Message], tools: Tools = None, *, turns: Turns | None = None, answer_cut: bool = False
+    ) -> Draft:
+        """As `draft`, with what is served rendered anew for each turn."""
+        asked, text = self._rendered(_until_last_answer(messages), tools)
+        places = locate_turns(self.template, asked, tools, text, turns or self.turns)
         if answer_cut and places[-1] is None:
             raise RejectedError("inexact mask", "the cut answer cannot be found in the rendered conversation")
-        spans = [span for span in places if span is not None]
-        tokens = self._tokenize(text, spans)
-        mask, exact = [False] * len(tokens.ids), 0
-        for span in spans:
-            exact += self._mark(mask, tokens, text, span, with_end=not (answer_cut and span is places[-1]))
+        return Draft(text, tuple(places), answer_cut)
+
+    def settle(self, draft: Draft, listed: list[int] | None = None) -> EncodedArrays:
+        """Ids and mask of a draft.
+
+        Args:
+            listed: the ids of `draft.text` if it is tokenized already; they are used if they are proven byte by byte.
+
+        Raises:
+            RejectedError: with the reason it is counted by.
+        """
+        marked = self._mark_by_bytes(draft, listed) if listed else None
+        ids, mask, exact = marked or mark_by_offsets(self.template, draft)
         if not exact:
             raise RejectedError("inexact mask", "no assistant turn is rendered exactly as it was written")
-        return self._finish(tokens.ids, mask, turns_left_out=len(places) - exact)
+        return self._finish(ids, mask, exact, len(draft.places) - exact)
 
     def encode_generated(
         self, messages: Sequence[Message], tools: Tools, answer_ids: Sequence[int], *, prompt_hash: str | None = None
@@ -154,18 +183,29 @@ class ChatEncoder:
         Raises:
             RejectedError: the ids do not spell the answer's text, are not this tokenizer's, or the prompt differs.
         """
+        text = self.draft_generated(messages, tools, answer_ids)
+        return self.settle_generated(self.template.tokenize(text)[0], answer_ids, prompt_hash).to_lists()
+
+    def draft_generated(self, messages: Sequence[Message], tools: Tools, answer_ids: Sequence[int]) -> str:
+        """The text that the target was served, once the ids are found to spell the answer. See `encode_generated`."""
         messages = _until_last_answer(messages)
         if not answer_ids or max(answer_ids) >= len(self.template.tokenizer):
             raise RejectedError("answer ids disagree", "answer_token_ids are not ids of this tokenizer")
         if answer_text(self.template, answer_ids) != messages[-1]["content"]:
             raise RejectedError("answer ids disagree", "answer_token_ids do not decode to the answer's text")
         try:
-            prompt = prompt_ids(self.template, messages[:-1], tools)
+            return self.template.render(messages[:-1], tools, ask=True)
         except TemplateRefusedError as error:
             raise RejectedError("template refused", str(error)) from None
+
+    def settle_generated(
+        self, prompt: Sequence[int], answer_ids: Sequence[int], prompt_hash: str | None
+    ) -> EncodedArrays:
+        """The sample of a tokenized prompt and its answer. See `encode_generated`."""
         if prompt_hash is not None and prompt_hash != ids_hash(prompt):
             raise RejectedError("prompt ids disagree", "the prompt renders to other ids than the target was served")
-        return self._finish([*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids), turns_left_out=0)
+        ids = np.array([*prompt, *answer_ids], np.int32)
+        return self._finish(ids, np.arange(len(ids)) >= len(prompt), 1, 0)
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         try:
@@ -183,64 +223,24 @@ class ChatEncoder:
         same = self.template.tokenize(other)[0] == self.template.tokenize(text)[0]
         return (composed, other) if same else (messages, text)
 
-    def _tokenize(self, text: str, spans: Sequence[TurnSpan]) -> _Tokens:
-        """Tokens of the text; where one would reach over the edge of a turn, the text is cut there first.
+    def _mark_by_bytes(self, draft: Draft, listed: list[int]) -> Marked | None:
+        table = self.template.token_bytes
+        return None if table is None else mark_by_bytes(table, draft, listed)
 
-        The target too begins its answer on a fresh token, so the cut is what serving does.
-        """
-        tokens = _Tokens.of(*self.template.tokenize(text))
-        cuts = sorted(edge for edge in {e for s in spans for e in (s.earliest, s.stop)} if tokens.reach_over(edge))
-        if not cuts:
-            return tokens
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            piece_ids, piece_offsets = self.template.tokenize(text[start:stop])
-            ids += piece_ids
-            offsets += [(a + start, b + start) for a, b in piece_offsets]
-        if self.template.decode(ids) != text:
-            raise RejectedError("inexact mask", "a token reaches over the edge of an assistant turn")
-        return _Tokens.of(ids, offsets)
-
-    def _mark(self, mask: list[bool], tokens: _Tokens, text: str, span: TurnSpan, *, with_end: bool) -> bool:
-        """Set the mask of one turn if its tokens spell exactly its text; tells whether they do."""
-        first, stop = tokens.range_of(span.earliest, span.stop)
-        while first < stop and tokens.stops[first] <= span.start:
-            first += 1  # white space of the template
-        if first == stop or tokens.stops[stop - 1] != span.stop:
-            return False
-        spelled = text[min(tokens.starts[first], span.start) : span.stop]
-        if not self._decodes_to(tokens.ids, first, stop, spelled):
-            return False
-        mask[first:stop] = [True] * (stop - first)
-        first, stop = tokens.range_of(span.end_start, span.end_stop)
-        # An end that shares a token with what follows is not what the target wrote.
-        if (
-            with_end
-            and first < stop
-            and (tokens.starts[first], tokens.stops[stop - 1]) == (span.end_start, span.end_stop)
-        ):
-            mask[first:stop] = [True] * (stop - first)
-        return True
-
-    def _decodes_to(self, ids: Sequence[int], first: int, stop: int, text: str) -> bool:
-        """Whether ids[first:stop] spell `text`; some decoders drop a leading space unless a token stands before it."""
-        if self.template.decode(ids[first:stop]) == text:
-            return True
-        before = self.template.decode(ids[first - 1 : first]) if first else ""
-        return bool(first) and self.template.decode(ids[first - 1 : stop]) == before + text
-
-    def _finish(self, ids: list[int], mask: list[bool], *, turns_left_out: int) -> EncodedConversation:
+    def _finish(
+        self, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], n_turns: int, left_out: int
+    ) -> EncodedArrays:
         """Drop what nothing reads, apply the limit, and refuse what gives no label."""
-        if mask.index(True) >= self.max_tokens:
+        n_prompt = int(mask.argmax())
+        if n_prompt >= self.max_tokens:
             raise RejectedError("prompt too long", f"the prompt alone has more than {self.max_tokens} tokens")
-        end = len(mask) - mask[::-1].index(True)
-        truncated = end > self.max_tokens
-        mask = mask[: min(end, self.max_tokens)]
+        end = len(mask) - int(mask[::-1].argmax())
+        size = min(end, self.max_tokens)
+        ids, mask = ids[:size], mask[:size]
         # A block is an anchor and at least one label behind it.
-        if not any(one and other for one, other in pairwise(mask)):
+        if not (mask[:-1] & mask[1:]).any():
             raise RejectedError("no supervised token left", "fewer than two supervised tokens in a row are left")
-        return EncodedConversation(ids[: len(mask)], mask, mask.index(True), truncated, turns_left_out)
+        return EncodedArrays(ids, mask, n_prompt, end > self.max_tokens, n_turns, left_out)
 
 
 def answer_text(template: ChatTemplate, answer_ids: Sequence[int]) -> str:

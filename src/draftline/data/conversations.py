@@ -39,6 +39,7 @@ class Conversation:
         answer_token_ids: the very ids that the target generated for the last answer, where known.
         prompt_hash: hash of the prompt ids that it was served for that answer, where known.
         turns: which assistant turns may be supervised; `regenerate` writes `last`, for only that one is the target's.
+        category: the row's own label, kept through `prepare`.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Conversation:
     answer_token_ids: tuple[int, ...] | None = None
     prompt_hash: str | None = None
     turns: Turns = "all"
+    category: str | None = None
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class Tally:
     rows_of_source: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     first_bad: str | None = None
+    first_dropped: str | None = None
 
     def reject(self, reason: str, detail: str, where: str) -> None:
         """Count a bad row, or refuse it.
@@ -76,9 +79,14 @@ class Tally:
         self.drop(reason)
         self.first_bad = self.first_bad or f"{where}: {detail}"
 
-    def drop(self, reason: str) -> None:
-        """Count a row that is left out by rule (a duplicate, nothing left to learn from); never an error."""
+    def drop(self, reason: str, detail: str | None = None) -> None:
+        """Count a row that is left out by rule (a duplicate, nothing left to learn from); never an error.
+
+        Args:
+            detail: file, line and why, kept of the first one.
+        """
         self.rejected[reason] += 1
+        self.first_dropped = self.first_dropped or detail
 
     @property
     def n_rejected(self) -> int:
@@ -114,23 +122,41 @@ def read_conversations(sources: Sequence[str], tally: Tally) -> Iterator[Convers
     ids = IdRegistry()
     for source in sources:
         before = tally.in_rows
-        for line, raw in _raw_rows(source):
+        for line, raw in raw_rows(source):
             tally.in_rows += 1
             tally.rows_of_source[source] += 1
             try:
-                row = parse_row(_decode(raw))
+                row = parse_raw(raw)
             except BadRowError as error:
                 tally.reject(error.reason, str(error), f"{source}:{line}")
                 continue
             yield _conversation(row, ids, source, line)
         if tally.in_rows == before:
-            raise UserError("no rows in it", where=source, mend="give a source with at least one conversation")
+            raise empty_source(source)
+
+
+def parse_raw(raw: Any) -> Row:
+    """Check one row as `raw_rows` gives it.
+
+    Raises:
+        BadRowError: with the reason it is counted by.
+    """
+    return parse_row(_decode(raw))
+
+
+def row_name(row: Row, content: bytes) -> str:
+    """The row's own id, or a hash of its content (`canonical_json`)."""
+    return row.id or hashlib.sha256(content).hexdigest()[:16]
+
+
+def empty_source(source: str) -> UserError:
+    """The refusal of a source without rows."""
+    return UserError("no rows in it", where=source, mend="give a source with at least one conversation")
 
 
 def _conversation(row: Row, ids: IdRegistry, source: str, line: int) -> Conversation:
-    name = row.id or hashlib.sha256(canonical_json(row.messages, row.tools)).hexdigest()[:16]
     return Conversation(
-        id=ids.unique(name),
+        id=ids.unique(row_name(row, canonical_json(row.messages, row.tools))),
         messages=row.messages,
         tools=row.tools,
         line=line,
@@ -139,6 +165,7 @@ def _conversation(row: Row, ids: IdRegistry, source: str, line: int) -> Conversa
         answer_token_ids=row.answer_token_ids,
         prompt_hash=row.prompt_hash,
         turns=row.turns,
+        category=row.category,
     )
 
 
@@ -157,8 +184,8 @@ def _decode(raw: Any) -> Any:
         raise BadRowError("not JSON", f"not JSON ({error})") from None
 
 
-def _raw_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """Numbered rows of one source: bytes of a JSON line, or an object."""
+def raw_rows(source: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of one source, not yet looked at: bytes of a JSON line, or an object."""
     if source.startswith(_HF_PREFIX):
         return _hub_rows(source)
     path = Path(source)

@@ -30,11 +30,73 @@ class ShardRecord(_Record):
 
 
 class SourceRecord(_Record):
-    """One source as it was named, with the rows read from it; `sha256` of the file where it is one."""
+    """One source as it was named, with the rows read from it; `sha256` of the file where it is one.
+
+    Attributes:
+        weight: its share in a mix, as asked for; None without a mix.
+        n_samples: its samples in this part; None where that was not counted.
+    """
 
     name: str
     in_rows: int
     sha256: str | None = None
+    weight: float | None = None
+    n_samples: int | None = None
+
+
+class Spread(_Record):
+    """How a number is spread over the samples (nearest rank)."""
+
+    min: int
+    median: int
+    p90: int
+    p99: int
+    max: int
+
+
+class DatasetStatistics(_Record):
+    """What the samples look like.
+
+    Attributes:
+        tokens, prompt_tokens, supervised_tokens: of a sample; the prompt is what comes before the first label.
+        n_turns: assistant turns that are supervised.
+        categories: samples of each label that rows had.
+    """
+
+    tokens: Spread
+    prompt_tokens: Spread
+    supervised_tokens: Spread
+    n_turns: int
+    categories: dict[str, int] = Field(default_factory=dict)
+
+
+class Decontamination(_Record):
+    """Evaluation prompts that samples were kept clear of: the files, their hashes, and the words of a shared run."""
+
+    files: tuple[SourceRecord, ...]
+    n_words: int = Field(ge=1)
+
+
+class LabelCheck(_Record):
+    """How often the label is the target's own first choice, over some samples.
+
+    Attributes:
+        target: its fingerprint.
+        n_samples, n_labels: looked at.
+        n_own: labels that are the target's argmax.
+        seed: of the choice of samples.
+    """
+
+    target: str
+    n_samples: int = Field(ge=1)
+    n_labels: int = Field(ge=1)
+    n_own: int = Field(ge=0)
+    seed: int
+
+    @property
+    def share(self) -> float:
+        """Of labels that are the target's argmax, 0..1."""
+        return self.n_own / self.n_labels
 
 
 class DatasetFacts(_Record):
@@ -50,6 +112,8 @@ class DatasetFacts(_Record):
         n_answer_cut: samples whose answer was cut by a length limit (kept).
         n_turns_left_out: assistant turns left unsupervised because the template rewrites them.
         part: which part of a split this is.
+        validation_fraction, seed: of the split, and of the mix.
+        max_prompt_tokens, min_supervised_tokens: limits by which samples were rejected.
     """
 
     tokenizer_fingerprint: str
@@ -63,6 +127,12 @@ class DatasetFacts(_Record):
     n_answer_cut: int = 0
     n_turns_left_out: int = 0
     part: Literal["all", "train", "validation"] = "all"
+    validation_fraction: float = 0.0
+    seed: int = 0
+    max_prompt_tokens: int | None = None
+    min_supervised_tokens: int = 0
+    decontamination: Decontamination | None = None
+    statistics: DatasetStatistics | None = None
 
 
 class DatasetManifest(DatasetFacts):
@@ -74,6 +144,7 @@ class DatasetManifest(DatasetFacts):
     n_tokens: int
     n_supervised: int
     shards: tuple[ShardRecord, ...]
+    label_check: LabelCheck | None = None
 
     @property
     def fingerprint(self) -> str:

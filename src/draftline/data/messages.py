@@ -1,7 +1,7 @@
 """One row of a conversation file, checked and brought into one form.
 
 Accepted shapes of a row: `messages` (OpenAI style), `conversations` (`from`/`value`), or `prompt` with an optional
-`response`; `instruction`/`input`/`output` are read as those. `tools`, `id`, and what `regenerate` writes
+`response`; `instruction`/`input`/`output` are read as those. `tools`, `id`, `category`, and what `regenerate` writes
 (`answer_cut`, `answer_token_ids`, `prompt_hash`, `turns`) are kept. Other fields are ignored.
 """
 
@@ -43,6 +43,7 @@ class Row:
     answer_token_ids: tuple[int, ...] | None
     prompt_hash: str | None
     turns: Turns
+    category: str | None = None
 
 
 def parse_row(row: Any) -> Row:
@@ -59,7 +60,7 @@ def parse_row(row: Any) -> Row:
     if len(raw) > MAX_MESSAGES:
         raise BadRowError("too many messages", f"{len(raw)} messages, at most {MAX_MESSAGES} are read")
     messages = [_message(message, i) for i, message in enumerate(raw)]
-    _require_plain_text([name, messages, tools])
+    _require_plain_text([name, messages, tools, _category(row.get("category"))])
     return Row(
         id=name,
         messages=messages,
@@ -68,6 +69,7 @@ def parse_row(row: Any) -> Row:
         answer_token_ids=_token_ids(row.get("answer_token_ids")),
         prompt_hash=prompt_hash if isinstance(prompt_hash := row.get("prompt_hash"), str) else None,
         turns="last" if row.get("turns") == "last" else "all",
+        category=_category(row.get("category")),
     )
 
 
@@ -207,6 +209,11 @@ def _row_id(value: Any) -> str | None:
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise BadRowError("bad id", f"id is a {type(value).__name__}, not text or a whole number")
     return str(value)
+
+
+def _category(value: Any) -> str | None:
+    """A label, short enough to be counted by; anything else in that field is not ours."""
+    return value if isinstance(value, str) and 0 < len(value) <= 100 else None
 
 
 def _token_ids(value: Any) -> tuple[int, ...] | None:

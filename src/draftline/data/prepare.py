@@ -1,17 +1,19 @@
 """`draftline prepare`: conversations in, token shards with loss masks out.
 
-    sources ─> rows, checked ─> identical ones dropped ─> ids + mask, proven ─> train or validation shards ─> manifest
+    sources ─> chunks of raw rows ─> [ rows checked ─> ids + mask, proven ] x workers ─> identical ones dropped
+      ─> train or validation shards (─> mixed by weight) ─> manifest
 
-One conversation is held at a time, and about 200 bytes for each one seen. A conversation is in the training or in the
-validation part as a whole, and so are all conversations that open with the same words.
+A few chunks are held at a time, and about 200 bytes for each row seen. What is written does not depend on the number
+of workers: they give outcomes in the order of the rows, and everything that remembers happens here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,106 +21,22 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from draftline.config.schema import TargetConfig
-from draftline.data.chat import ChatEncoder, EncodedConversation, RejectedError
-from draftline.data.conversations import Conversation, Tally, read_conversations
-from draftline.data.manifest import DatasetFacts, DatasetManifest, SourceRecord
-from draftline.data.messages import BadRowError, Turns, canonical_json, require_answer
+from draftline.data import mixing
+from draftline.data.conversations import IdRegistry, Tally, empty_source, raw_rows
+from draftline.data.decontaminate import DEFAULT_WORDS, read_decontaminator
+from draftline.data.manifest import DatasetFacts, Decontamination, SourceRecord
+from draftline.data.options import PrepareOptions
+from draftline.data.parallel import row_workers
+from draftline.data.parts import VALIDATION_FOLDER, Parts, SampleFacts, open_parts
+from draftline.data.report import PrepareReport
 from draftline.data.shards import ShardWriter
 from draftline.data.template import ChatTemplate
+from draftline.data.work import Chunk, ChunkResult, WorkSpec
 from draftline.errors import UserError
 
-VALIDATION_FOLDER = "validation"
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareReport:
-    """What `prepare` did. `in_rows == out_rows + rejected` always holds.
-
-    Attributes:
-        output: the folder written.
-        manifest: of the training part.
-        validation: of the validation part in `output/validation`, or None.
-        rejected_by_reason: rows turned away.
-        first_bad: the first row that was skipped as bad, for the reader to look at.
-    """
-
-    output: Path
-    manifest: DatasetManifest
-    validation: DatasetManifest | None
-    in_rows: int
-    rejected_by_reason: dict[str, int]
-    first_bad: str | None = None
-
-    @property
-    def out_rows(self) -> int:
-        return self.manifest.n_samples + (self.validation.n_samples if self.validation else 0)
-
-    @property
-    def rejected(self) -> int:
-        return sum(self.rejected_by_reason.values())
-
-    def summary_lines(self) -> list[str]:
-        """A few lines for the user."""
-        balance = "==" if self.in_rows == self.out_rows + self.rejected else "!="
-        lines = [f"rows: {self.in_rows} in {balance} {self.out_rows} out + {self.rejected} rejected"]
-        lines += [f"  rejected, {reason}: {count}" for reason, count in sorted(self.rejected_by_reason.items())]
-        if self.first_bad:
-            lines.append(f"  first bad row: {self.first_bad}")
-        for manifest in filter(None, (self.manifest, self.validation)):
-            share = 100 * manifest.n_supervised / manifest.n_tokens
-            lines.append(
-                f"{'samples' if manifest.part == 'all' else manifest.part}: {manifest.n_samples} with "
-                f"{manifest.n_tokens} tokens, {manifest.n_supervised} supervised ({share:.0f} %), "
-                f"{manifest.n_answer_cut} with a cut answer"
-            )
-            if manifest.n_turns_left_out:
-                lines.append(f"  turns unsupervised because the template rewrites them: {manifest.n_turns_left_out}")
-        return [*lines, f"written to {self.output}"]
-
-
-@dataclass(slots=True)
-class _Part:
-    """One part of the split in the making."""
-
-    writer: ShardWriter
-    name: Literal["all", "train", "validation"]
-    n_answer_cut: int = 0
-    n_turns_left_out: int = 0
-
-    def add(self, conversation: Conversation, encoded: EncodedConversation) -> None:
-        cut = conversation.answer_cut or encoded.truncated
-        self.writer.add(conversation.id, encoded.input_ids, encoded.loss_mask, answer_cut=cut)
-        self.n_answer_cut += cut
-        self.n_turns_left_out += encoded.turns_left_out
-
-    def finish(self, facts: DatasetFacts) -> DatasetManifest:
-        own = {"part": self.name, "n_answer_cut": self.n_answer_cut, "n_turns_left_out": self.n_turns_left_out}
-        return self.writer.finish(facts.model_copy(update=own))
-
-
-@dataclass(slots=True)
-class _Split:
-    """Sends each conversation to the training or the validation part, by a hash of how it opens."""
-
-    train: _Part
-    validation: _Part | None
-    fraction: float
-    seed: int
-    seen: set[bytes] = field(default_factory=set)
-
-    def is_new(self, conversation: Conversation) -> bool:
-        digest = _digest(canonical_json(conversation.messages, conversation.tools))
-        known = digest in self.seen
-        self.seen.add(digest)
-        return not known
-
-    def part_of(self, conversation: Conversation) -> _Part:
-        if self.validation is None:
-            return self.train
-        roles = [message["role"] for message in conversation.messages]
-        opening = conversation.messages[: roles.index("assistant")]
-        digest = _digest(f"split {self.seed} ".encode() + canonical_json(opening, None))
-        return self.validation if int.from_bytes(digest[:8], "big") < self.fraction * 2**64 else self.train
+CHUNK_BYTES = 1 << 20
+CHUNK_ROWS = 1024
+_STAGE = "unmixed"
 
 
 def prepare(
@@ -131,6 +49,12 @@ def prepare(
     skip_bad_rows: bool = False,
     validation_fraction: float = 0.0,
     seed: int = 0,
+    max_prompt_tokens: int | None = None,
+    min_supervised_tokens: int = 0,
+    weights: Sequence[float] | None = None,
+    decontaminate: Sequence[str] = (),
+    decontaminate_words: int = DEFAULT_WORDS,
+    workers: int = 1,
     progress: bool = False,
 ) -> PrepareReport:
     """Write the conversations of `sources` as a data set for `target` into the folder `output`.
@@ -142,23 +66,61 @@ def prepare(
         turns: `all` or `last`: which assistant turns are supervised.
         skip_bad_rows: count bad rows instead of refusing them.
         validation_fraction: share of conversations for `output/validation`; 0 makes none.
-        seed: of the split.
+        seed: of the split and of the mix.
+        max_prompt_tokens: samples whose first answer begins behind so many tokens are dropped and counted.
+        min_supervised_tokens: samples with fewer labels are dropped and counted.
+        weights: one a source: their shares in the data set; see `mixing`. None keeps everything.
+        decontaminate: files of evaluation prompts to keep clear of; see `decontaminate`.
+        decontaminate_words: words of a shared run that counts.
+        workers: processes that work on rows; the data set is the same for any number.
         progress: show progress on standard error if that is a terminal.
 
     Raises:
         UserError: bad input, or an output that cannot be written.
+        RunFailedError: a worker process was killed.
     """
-    _check(max_tokens, turns, validation_fraction)
-    encoder = ChatEncoder(load_template(target), max_tokens=max_tokens, turns=cast(Turns, turns))
-    tally = Tally(skip_bad_rows)
+    options = PrepareOptions(
+        max_tokens=max_tokens,
+        turns=turns,
+        skip_bad_rows=skip_bad_rows,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        max_prompt_tokens=max_prompt_tokens,
+        min_supervised_tokens=min_supervised_tokens,
+        weights=None if weights is None else tuple(weights),
+        decontaminate=tuple(decontaminate),
+        decontaminate_words=decontaminate_words,
+        workers=workers,
+    )
+    return _prepare(list(sources), output, load_template(target), options, progress)
+
+
+def _prepare(
+    sources: list[str], output: Path, template: ChatTemplate, options: PrepareOptions, progress: bool
+) -> PrepareReport:
+    if not sources:
+        raise UserError("no source was given", mend="name at least one file or data set")
+    options.check(len(sources))
+    spec = _spec(template, options)
+    tally = Tally(options.skip_bad_rows)
     with ExitStack() as stack:
-        split = _open_parts(stack, output, validation_fraction, seed)
-        rows = read_conversations(sources, tally)
-        for conversation in stack.enter_context(_shown(rows, "preparing", progress)):
-            _take(conversation, encoder, split, tally)
-        facts = _facts(encoder, tally)
-        validation = _finish_validation(split, facts)
-        manifest = split.train.finish(facts)
+        final = stack.enter_context(ShardWriter(output))
+        staged = final.staging_path / _STAGE
+        first = final if options.weights is None else stack.enter_context(ShardWriter(staged))
+        parts = open_parts(stack, first, options.validation_fraction)
+        work = stack.enter_context(row_workers(spec, options.workers))
+        recorder = _Recorder(sources, parts, tally)
+        with _shown(work(_chunks(sources)), "preparing", progress) as results:
+            for result in results:
+                recorder.take(result)
+        _require_samples(parts, tally, output)
+        facts = _facts(spec, zip(sources, recorder.in_rows, strict=True), options, tally)
+        manifest, validation = parts.finish(facts)
+        if options.weights is not None:
+            mixed = open_parts(stack, final, options.validation_fraction)
+            _mix(staged, parts, mixed, sources, options, tally)
+            shutil.rmtree(staged)
+            manifest, validation = mixed.finish(facts.model_copy(update={"rejected": dict(tally.rejected)}))
     return PrepareReport(output, manifest, validation, tally.in_rows, dict(tally.rejected), tally.first_bad)
 
 
@@ -178,78 +140,126 @@ def load_template(config: TargetConfig) -> ChatTemplate:
     return ChatTemplate(tokenizer, template_kwargs=config.chat_template_kwargs, stop_token_ids=sorted(stops))
 
 
-def _check(max_tokens: int, turns: str, validation_fraction: float) -> None:
-    if max_tokens < 2:
-        raise UserError(f"max_tokens is {max_tokens}", mend="set it to at least 2")
-    if turns not in ("all", "last"):
-        raise UserError(f"turns is {turns!r}", mend="set it to all or last")
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction is {validation_fraction}", mend="set it to at least 0 and below 1")
+class _Recorder:
+    """Everything that remembers: ids given out, conversations seen, counts, and where each sample goes.
+
+    Attributes:
+        in_rows: rows read, by index of the source.
+    """
+
+    def __init__(self, sources: Sequence[str], parts: Parts, tally: Tally) -> None:
+        self._sources, self._parts, self._tally = sources, parts, tally
+        self._ids = IdRegistry()
+        self._seen: set[bytes] = set()
+        self.in_rows = [0] * len(sources)
+
+    def take(self, result: ChunkResult) -> None:
+        """Count the outcomes of a chunk and write its samples."""
+        tally, source, place = self._tally, self._sources[result.source], 0
+        tally.in_rows += len(result.outcomes)
+        self.in_rows[result.source] += len(result.outcomes)
+        for outcome in result.outcomes:
+            ids = result.ids[place : place + outcome.n_tokens]
+            mask = result.mask[place : place + outcome.n_tokens]
+            place += outcome.n_tokens
+            name = self._ids.unique(outcome.name) if outcome.name else ""
+            if outcome.is_bad:
+                tally.reject(outcome.reason or "", outcome.detail or "", f"{source}:{outcome.line}")
+            elif outcome.content in self._seen:
+                tally.drop("duplicate")
+            else:
+                self._seen.add(outcome.content)
+                if outcome.reason is not None:
+                    tally.drop(outcome.reason, f"{source}:{outcome.line}: {outcome.detail}")
+                    continue
+                facts = SampleFacts(
+                    source=result.source,
+                    n_prompt_tokens=outcome.n_prompt_tokens,
+                    n_turns=outcome.n_turns,
+                    turns_left_out=outcome.turns_left_out,
+                    is_cut=outcome.is_cut,
+                    category=outcome.category,
+                )
+                self._parts.part_of(outcome.opening).add(name, ids, mask, facts)
 
 
-def _open_parts(stack: ExitStack, output: Path, fraction: float, seed: int) -> _Split:
-    writer = stack.enter_context(ShardWriter(output))
-    if fraction == 0:
-        return _Split(_Part(writer, "all"), None, fraction, seed)
-    inner = stack.enter_context(ShardWriter(writer.staging_path / VALIDATION_FOLDER))
-    return _Split(_Part(writer, "train"), _Part(inner, "validation"), fraction, seed)
+def _chunks(sources: Sequence[str]) -> Iterator[Chunk]:
+    """Raw rows of all sources in order, about a megabyte together."""
+    for index, source in enumerate(sources):
+        rows: list[tuple[int, object]] = []
+        n_bytes, is_empty = 0, True
+        for line, raw in raw_rows(source):
+            is_empty = False
+            rows.append((line, raw))
+            n_bytes += len(raw) if isinstance(raw, bytes) else CHUNK_BYTES // 256
+            if n_bytes >= CHUNK_BYTES or len(rows) >= CHUNK_ROWS:
+                yield Chunk(index, rows)
+                rows, n_bytes = [], 0
+        if is_empty:
+            raise empty_source(source)
+        if rows:
+            yield Chunk(index, rows)
 
 
-def _take(conversation: Conversation, encoder: ChatEncoder, split: _Split, tally: Tally) -> None:
-    """Encode one conversation into its part, or count why not."""
-    try:
-        require_answer(conversation.messages)
-    except BadRowError as error:
-        tally.reject(error.reason, str(error), f"{conversation.file}:{conversation.line}")
-        return
-    if not split.is_new(conversation):
-        tally.drop("duplicate")
-        return
-    try:
-        encoded = _encode(conversation, encoder)
-    except RejectedError as error:
-        tally.drop(error.reason)
-        return
-    split.part_of(conversation).add(conversation, encoded)
-
-
-def _encode(conversation: Conversation, encoder: ChatEncoder) -> EncodedConversation:
-    if conversation.answer_token_ids is not None:
-        return encoder.encode_generated(
-            conversation.messages,
-            conversation.tools,
-            conversation.answer_token_ids,
-            prompt_hash=conversation.prompt_hash,
-        )
-    turns: Turns = "last" if conversation.turns == "last" else encoder.turns
-    return encoder.encode(conversation.messages, conversation.tools, turns=turns, answer_cut=conversation.answer_cut)
-
-
-def _facts(encoder: ChatEncoder, tally: Tally) -> DatasetFacts:
-    return DatasetFacts(
-        tokenizer_fingerprint=encoder.template.fingerprint,
-        template_hash=encoder.template.template_hash,
-        vocab_size=len(encoder.template.tokenizer),
-        max_tokens=encoder.max_tokens,
-        turns=encoder.turns,
-        sources=tuple(
-            SourceRecord(name=name, in_rows=count, sha256=file_sha256(name))
-            for name, count in tally.rows_of_source.items()
-        ),
-        in_rows=tally.in_rows,
-        rejected=dict(tally.rejected),
+def _spec(template: ChatTemplate, options: PrepareOptions) -> WorkSpec:
+    files = options.decontaminate
+    return WorkSpec(
+        template=template,
+        max_tokens=options.max_tokens,
+        turns=cast(Literal["all", "last"], options.turns),
+        max_prompt_tokens=options.max_prompt_tokens,
+        min_supervised_tokens=options.min_supervised_tokens,
+        split_seed=options.seed,
+        decontaminator=read_decontaminator(files, options.decontaminate_words) if files else None,
     )
 
 
-def _finish_validation(split: _Split, facts: DatasetFacts) -> DatasetManifest | None:
-    part = split.validation
-    if part is None:
-        return None
-    if part.writer.n_samples == 0 and split.train.writer.n_samples > 0:
-        raise UserError("the validation part would be empty", mend="raise validation_fraction or give more rows")
-    if part.writer.n_samples > 0 and split.train.writer.n_samples == 0:
-        raise UserError("the training part would be empty", mend="lower validation_fraction or give more rows")
-    return part.finish(facts)
+def _facts(spec: WorkSpec, sources: Iterable[tuple[str, int]], options: PrepareOptions, tally: Tally) -> DatasetFacts:
+    weights: Iterable[float | None] = options.weights or repeat(None)
+    files = tuple(_record(name, 0, None) for name in options.decontaminate)
+    return DatasetFacts(
+        tokenizer_fingerprint=spec.template.fingerprint,
+        template_hash=spec.template.template_hash,
+        vocab_size=len(spec.template.tokenizer),
+        max_tokens=spec.max_tokens,
+        turns=spec.turns,
+        sources=tuple(_record(*source, weight) for source, weight in zip(sources, weights, strict=False)),
+        in_rows=tally.in_rows,
+        rejected=dict(tally.rejected),
+        validation_fraction=options.validation_fraction,
+        seed=options.seed,
+        max_prompt_tokens=options.max_prompt_tokens,
+        min_supervised_tokens=options.min_supervised_tokens,
+        decontamination=Decontamination(files=files, n_words=options.decontaminate_words) if files else None,
+    )
+
+
+def _record(name: str, in_rows: int, weight: float | None) -> SourceRecord:
+    return SourceRecord(name=name, in_rows=in_rows, sha256=file_sha256(name), weight=weight)
+
+
+def _mix(
+    staged: Path, before: Parts, after: Parts, sources: Sequence[str], options: PrepareOptions, tally: Tally
+) -> None:
+    """Copy the chosen samples of each staged part, and count the others."""
+    places = (staged, staged / VALIDATION_FOLDER)
+    for place, old, new in zip(places, before.named, after.named, strict=False):
+        left_out = mixing.copy_mixed(place, old, new, names=sources, weights=options.weights or (), seed=options.seed)
+        if left_out:
+            tally.rejected[mixing.REASON] += left_out
+
+
+def _require_samples(parts: Parts, tally: Tally, output: Path) -> None:
+    """Refuse (UserError) a data set without samples, with the reasons and the first of them in full."""
+    if any(part.writer.n_samples for part in parts.named):
+        return
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.rejected.items())) or "none"
+    first = f"; the first: {tally.first_dropped}" if tally.first_dropped else ""
+    raise UserError(
+        "the data set would have no samples",
+        where=str(output),
+        mend=f"{tally.in_rows} rows were read; rejected: {reasons}{first}",
+    )
 
 
 def file_sha256(name: str) -> str | None:
@@ -262,13 +272,16 @@ def file_sha256(name: str) -> str | None:
 
 
 @contextmanager
-def _shown(rows: Iterator[Conversation], label: str, enabled: bool) -> Iterator[Iterable[Conversation]]:
-    """The rows, counted in a progress line on standard error if that is a terminal."""
+def _shown(results: Iterator[ChunkResult], label: str, enabled: bool) -> Iterator[Iterable[ChunkResult]]:
+    """The results, with their rows counted in a progress line on standard error if that is a terminal."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        yield bar.track(rows, description=label)
+        task = bar.add_task(label, total=None)
 
+        def counted() -> Iterator[ChunkResult]:
+            for result in results:
+                yield result
+                bar.advance(task, len(result.outcomes))
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+        yield counted()

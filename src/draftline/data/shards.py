@@ -1,21 +1,20 @@
-"""Token shards: Arrow IPC files, memory-mapped, under one manifest.
+"""Token shards: Arrow IPC files, memory-mapped, under one manifest. pyarrow is loaded when a shard is met.
 
 Columns of a shard: `sample_id` string, `input_ids` list<int32>, `loss_mask` list<bool>, `n_supervised` int32,
-`answer_cut` bool. Reading touches only the pages of the samples asked for, and is safe from several threads.
+`answer_cut` bool, `category` string (empty where a row had none; older shards lack the column). Reading touches only
+the pages of the samples asked for, and is safe from several threads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from draftline.data.manifest import (
     MANIFEST_NAME,
@@ -25,22 +24,16 @@ from draftline.data.manifest import (
     read_manifest,
     require_tokenizer,
 )
+from draftline.data.shard_files import read_shard, shard_schema
 from draftline.data.storage import StagingFolder, disk_errors, write_text_atomic
 from draftline.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BATCH_SAMPLES = 1024
 BATCH_TOKENS = 1 << 20
 SHARD_TOKENS = 64 << 20
-
-_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("n_supervised", pa.int32()),
-        ("answer_cut", pa.bool_()),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +45,14 @@ class Sample:
         input_ids: int32 [T].
         loss_mask: bool [T], True where the token was written by the target (supervised).
         answer_cut: the last answer ends where a length limit cut it.
+        category: the label that its row had, or empty.
     """
 
     sample_id: str
     input_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     answer_cut: bool = False
+    category: str = ""
 
 
 class _HashingFile:
@@ -100,6 +95,8 @@ class _Batch:
     n_tokens: int = 0
 
     def to_arrow(self) -> pa.RecordBatch:
+        import pyarrow as pa
+
         offsets = np.cumsum([0] + [len(s.input_ids) for s in self.samples], dtype=np.int32)
         ids = np.concatenate([s.input_ids for s in self.samples])
         mask = np.concatenate([s.loss_mask for s in self.samples])
@@ -109,8 +106,9 @@ class _Batch:
             pa.ListArray.from_arrays(offsets, pa.array(mask, pa.bool_())),
             pa.array([int(s.loss_mask.sum()) for s in self.samples], pa.int32()),
             pa.array([s.answer_cut for s in self.samples], pa.bool_()),
+            pa.array([s.category for s in self.samples], pa.string()),
         ]
-        return pa.record_batch(columns, schema=_SCHEMA)
+        return pa.record_batch(columns, schema=shard_schema())
 
 
 class ShardWriter:
@@ -150,13 +148,19 @@ class ShardWriter:
         self._staging.__exit__(kind, error, trace)
 
     def add(
-        self, sample_id: str, input_ids: Sequence[int], loss_mask: Sequence[bool], *, answer_cut: bool = False
+        self,
+        sample_id: str,
+        input_ids: npt.ArrayLike,
+        loss_mask: npt.ArrayLike,
+        *,
+        answer_cut: bool = False,
+        category: str = "",
     ) -> None:
         """Append one sample; ids and mask have the same length T >= 1."""
         ids, mask = np.asarray(input_ids, dtype=np.int32), np.asarray(loss_mask, dtype=np.bool_)
         if ids.ndim != 1 or ids.shape != mask.shape or ids.size == 0:
             raise ValueError(f"sample {sample_id}: ids {ids.shape} and mask {mask.shape} must be alike and not empty")
-        self._batch.samples.append(Sample(sample_id, ids, mask, answer_cut))
+        self._batch.samples.append(Sample(sample_id, ids, mask, answer_cut, category))
         self._batch.n_tokens += ids.size
         self.n_samples, self.n_tokens = self.n_samples + 1, self.n_tokens + ids.size
         self.n_supervised += int(mask.sum())
@@ -187,12 +191,14 @@ class ShardWriter:
         return manifest
 
     def _flush_batch(self) -> None:
+        import pyarrow as pa
+
         if not self._batch.samples:
             return
         with disk_errors(self._staging.output):
             if self._writer is None:
                 self._sink = _HashingFile(self.staging_path / self._shard_name())
-                self._writer = pa.ipc.new_file(self._sink, _SCHEMA)
+                self._writer = pa.ipc.new_file(self._sink, shard_schema())
             self._writer.write_batch(self._batch.to_arrow())
         self._tokens_in_shard += self._batch.n_tokens
         self._samples_in_shard += len(self._batch.samples)
@@ -252,7 +258,11 @@ class TokenDataset:
         manifest = read_manifest(path)
         if manifest.n_samples == 0:
             raise UserError("the data set has no samples", where=str(path), mend="prepare other data")
-        batches = [batch for shard in manifest.shards for batch in _read_shard(path, shard, verify=verify)]
+        batches = [
+            batch
+            for shard in manifest.shards
+            for batch in read_shard(path, shard, vocab_size=manifest.vocab_size, verify=verify)
+        ]
         dataset = cls(path, manifest, batches)
         counts = (len(dataset), int(dataset.lengths.sum()), int(dataset.supervised.sum()))
         if counts != (manifest.n_samples, manifest.n_tokens, manifest.n_supervised):
@@ -264,10 +274,7 @@ class TokenDataset:
 
     def sample(self, index: int) -> Sample:
         """The sample at `index` (0..N-1), copied out of the mapped file."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        batch_index = int(np.searchsorted(self._starts, index, side="right")) - 1
-        batch, row = self._batches[batch_index], index - int(self._starts[batch_index])
+        batch, row = self._place(index)
         ids, mask = batch.column("input_ids"), batch.column("loss_mask")
         start, stop = ids.offsets[row].as_py(), ids.offsets[row + 1].as_py()
         return Sample(
@@ -275,7 +282,19 @@ class TokenDataset:
             input_ids=ids.values.slice(start, stop - start).to_numpy().copy(),
             loss_mask=mask.values.slice(start, stop - start).to_numpy(zero_copy_only=False),
             answer_cut=batch.column("answer_cut")[row].as_py(),
+            category=batch.column("category")[row].as_py() if "category" in batch.schema.names else "",
         )
+
+    def sample_id(self, index: int) -> str:
+        """The id of the sample at `index`."""
+        batch, row = self._place(index)
+        return str(batch.column("sample_id")[row].as_py())
+
+    def _place(self, index: int) -> tuple[pa.RecordBatch, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        batch_index = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._batches[batch_index], index - int(self._starts[batch_index])
 
     def count_token(self, token_id: int) -> int:
         """How often a token occurs in all samples; reads the ids once, batch by batch."""
@@ -285,36 +304,6 @@ class TokenDataset:
     def require_tokenizer(self, fingerprint: str) -> None:
         """Refuse (UserError) a target whose tokenizer has another fingerprint than the data."""
         require_tokenizer(self.manifest, fingerprint, where=str(self.path))
-
-
-def _read_shard(folder: Path, shard: ShardRecord, *, verify: bool) -> list[pa.RecordBatch]:
-    file, mend = folder / shard.name, "prepare the data again or copy it anew"
-    if Path(shard.name).name != shard.name or len(shard.name) > 255 or not file.is_file():
-        raise UserError("shard is missing", where=str(file), mend=mend)
-    size = file.stat().st_size
-    if size != shard.n_bytes:
-        raise UserError(f"shard has {size} bytes, the manifest says {shard.n_bytes}", where=str(file), mend=mend)
-    if verify and _file_sha256(file) != shard.sha256:
-        raise UserError("shard was changed: its hash is not the manifest's", where=str(file), mend=mend)
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(file)))
-        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        for batch in batches:
-            batch.validate(full=verify)
-        is_ours = reader.schema == _SCHEMA
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"shard is not readable ({reason})", where=str(file), mend=mend) from None
-    if any(column.null_count for batch in batches for column in batch.columns):
-        raise UserError("shard has empty fields", where=str(file), mend=mend)
-    if not is_ours or sum(batch.num_rows for batch in batches) != shard.n_samples:
-        raise UserError("shard does not hold what the manifest says", where=str(file), mend=mend)
-    return batches
-
-
-def _file_sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _rejected_line(facts: DatasetFacts) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from draftline.data.messages import Message
+from draftline.data.token_bytes import TokenBytes
 from draftline.errors import UserError
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,7 +34,7 @@ class ChatTemplate:
         stop_token_ids: ids that end an answer, besides the tokenizer's end token.
 
     Raises:
-        UserError: no chat template, or a tokenizer that cannot tell which characters a token covers.
+        UserError: no chat template, a broken one, or a tokenizer that cannot tell which characters a token covers.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._stops = frozenset(stop_token_ids)
+        self._refuse_broken_template(name)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -80,8 +83,19 @@ class ChatTemplate:
         Raises:
             TemplateRefusedError: the template raised.
         """
-        result = self._apply(messages, tools, tokenize=False, add_generation_prompt=ask)
-        return str(result)
+        if not self._renders_plainly:
+            return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals():
+            rendered, _ = render_jinja_template(
+                conversations=[list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self._template_with_tools if tools else self._template,
+                add_generation_prompt=ask,
+                **self._render_kwargs,
+            )
+        return str(rendered[0])
 
     def generation_mask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[bool]:
         """The mask that `{% generation %}` tags give, one entry a token of the rendered text."""
@@ -92,6 +106,16 @@ class ChatTemplate:
         """Ids of rendered text, and the characters each token covers; the template writes all special tokens itself."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False)
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of rendered texts, as `tokenize` gives them; made in one call and without the characters covered."""
+        backend = self.tokenizer.backend_tokenizer
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included and nothing tidied."""
@@ -108,15 +132,70 @@ class ChatTemplate:
         content = json.dumps([self.tokenizer.chat_template, self._kwargs], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """What each token spells, where the tokenizer works on bytes and a token therefore spells the same anywhere."""
+        return TokenBytes.of(self.tokenizer)
 
-        tools = list(tools) if tools else None
+    @cached_property
+    def _renders_plainly(self) -> bool:
+        """Whether the tokenizer renders as all do, so that the bookkeeping around it may be done once for all rows."""
+        from transformers import PreTrainedTokenizerBase
+
+        return type(self.tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+    @cached_property
+    def _render_kwargs(self) -> dict[str, Any]:
+        return {**self.tokenizer.special_tokens_map, **self._kwargs}
+
+    @cached_property
+    def _template(self) -> str:
+        return str(self.tokenizer.get_chat_template(None, None))
+
+    @cached_property
+    def _template_with_tools(self) -> str:
+        return str(self.tokenizer.get_chat_template(None, [{}]))
+
+    def _refuse_broken_template(self, name: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
         try:
+            self.render([{"role": "user", "content": "a"}], None)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template is broken (line {error.lineno}: {error.message})",
+                where=name,
+                mend="mend chat_template.jinja, or `chat_template` in tokenizer_config.json, there",
+            ) from None
+        except TemplateRefusedError:  # it may want another conversation than this one
+            return
+
+    def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
+        tools = list(tools) if tools else None
+        with _refusals():
             return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options, **self._kwargs)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise TemplateRefusedError(f"the chat template refuses the conversation ({detail})") from None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Whatever a template's own code trips over becomes TemplateRefusedError."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        yield
+    except TemplateSyntaxError:  # broken for every conversation, which is for the user to know and not one row's fault
+        raise
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TemplateRefusedError(f"the chat template refuses the conversation ({detail})") from None
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
