@@ -1,8 +1,8 @@
 """The append-only file of answers, which a killed run picks up again.
 
-`answers.jsonl` holds one answer a line, `answers.rejected.jsonl` the prompts that gave none, `answers.manifest.json`
-the settings. A batch is in the file as a whole, or up to a torn last line that the next run cuts off; each prompt id
-stands in exactly one of the two files once the run is through.
+`answers.jsonl` holds one answer a line, `answers.rejected.jsonl` the prompts that gave none and why,
+`answers.manifest.json` the settings. A batch is in the file as a whole, or up to a torn last line that the next run
+cuts off; each prompt id stands in exactly one of the two files once the run is through.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ class AnswerLog:
 
     Args:
         output: the `.jsonl` file.
+        retry_rejected: forget what earlier runs rejected, so that it is asked again.
 
     Raises:
         UserError: another process holds it, it was not written by `regenerate`, or it is damaged before its last line.
@@ -34,9 +36,11 @@ class AnswerLog:
     Attributes:
         answered: ids that have an answer, and whether that was cut.
         rejected: ids that have none, and why.
+        new_answers, new_cut: answers of this run, and how many of them were cut.
+        new_rejected: rejects of this run, by reason.
     """
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, *, retry_rejected: bool = False) -> None:
         if output.suffix != ".jsonl":
             raise UserError("the output must be a .jsonl file", where=str(output), mend="name it answers.jsonl")
         self.output = output
@@ -44,6 +48,11 @@ class AnswerLog:
         self.manifest_path = output.with_name(f"{output.stem}.manifest.json")
         self.answered: dict[str, bool] = {}
         self.rejected: dict[str, str] = {}
+        self.new_answers = 0
+        self.new_cut = 0
+        self.new_rejected: Counter[str] = Counter()
+        self._held: list[tuple[str, str]] = []
+        self._retry_rejected = retry_rejected
         self._answers: BinaryIO | None = None
         self._rejects: BinaryIO | None = None
 
@@ -66,11 +75,15 @@ class AnswerLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for path in (self.rejected_path, self.output):
-            if path.stat().st_size == 0:
-                path.unlink()
-        with disk_errors(self.output):
-            self._close()
+        try:
+            if not isinstance(error, UserError):  # such as a full disk
+                self.append([], [])
+        finally:
+            for path in (self.rejected_path, self.output):
+                if path.stat().st_size == 0:
+                    path.unlink()
+            with disk_errors(self.output):
+                self._close()
 
     def _close(self) -> None:
         for file in (self._answers, self._rejects):
@@ -94,8 +107,20 @@ class AnswerLog:
                     where=str(self.output),
                     mend="use the same settings, or write to another file",
                 )
+        if self._retry_rejected and self._rejects is not None:
+            self._rejects.truncate(0)
+            self._retry_rejected = False
         known = {name: value for name, value in settings.items() if value is not None}
         self._write_manifest(before | known, self._manifest().get("result"))
+
+    def describe(self, told: Mapping[str, Any]) -> None:
+        """Record what may differ from run to run, such as the servers asked."""
+        content = self._manifest()
+        self._write_manifest(content.get("settings", {}), content.get("result"), told)
+
+    def hold_reject(self, name: str, reason: str) -> None:
+        """Reject a prompt that was never asked; it is written with the next batch."""
+        self._held.append((name, reason))
 
     def close_with(self, result: Mapping[str, Any]) -> None:
         """Record the outcome of the run beside its settings."""
@@ -112,10 +137,14 @@ class AnswerLog:
             UserError: the disk is full.
         """
         assert self._answers is not None and self._rejects is not None
+        rejects, self._held = [*self._held, *rejects], []
         self._write(self._rejects, [{"id": name, "reason": reason} for name, reason in rejects])
         self._write(self._answers, answers)
         self.rejected.update(rejects)
+        self.new_rejected.update(reason for _, reason in rejects)
         self.answered.update((record["id"], record["answer_cut"]) for record in answers)
+        self.new_answers += len(answers)
+        self.new_cut += sum(record["answer_cut"] for record in answers)
 
     def _write(self, file: BinaryIO, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
@@ -137,6 +166,8 @@ class AnswerLog:
             self.manifest_path.unlink(missing_ok=True)
         for line in _whole_lines(self._rejects, self.rejected_path):
             self.rejected[line["id"]] = str(line.get("reason"))
+        if self._retry_rejected:
+            self.rejected.clear()
         sync_file(self.output.parent)
 
     def _manifest(self) -> dict[str, Any]:
@@ -157,8 +188,10 @@ class AnswerLog:
             )
         return content
 
-    def _write_manifest(self, settings: Mapping[str, Any], result: Any) -> None:
+    def _write_manifest(self, settings: Mapping[str, Any], result: Any, told: Mapping[str, Any] | None = None) -> None:
+        told = self._manifest().get("told") if told is None else told
         content = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "settings": settings, "result": result}
+        content |= {"told": told} if told else {}
         write_text_atomic(self.manifest_path, json.dumps(content, indent=2) + "\n")
 
 

@@ -7,7 +7,6 @@ as far as the logits themselves do not (padding changes their last bits).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,28 +22,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftline.data.sampling import Prompt, Sampling, prompt_seed_bytes
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; top_p 1 and top_k 0 keep all tokens."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt to be answered: its id, and its token ids."""
-
-    id: str
-    input_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +144,5 @@ def _until_stop(ids: list[int], stops: frozenset[int]) -> Answer:
 
 def _numbers(seed: int, name: str, n: int) -> np.ndarray:
     """Uniform numbers in [0, 1) of one prompt, float64 [n]; from raw bits, whose stream numpy promises to keep."""
-    digest = hashlib.sha256(f"draftline sampling {seed} {name}".encode()).digest()
-    raw = np.random.PCG64(int.from_bytes(digest[:16], "little")).random_raw(n)
+    raw = np.random.PCG64(int.from_bytes(prompt_seed_bytes(seed, name), "little")).random_raw(n)
     return (raw >> np.uint64(11)) * 2.0**-53

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftline.config.schema import TargetConfig
 from draftline.errors import UserError
+from draftline.target.hub import hub_fault
 
 # Layers that look at other tokens through attention only; every other kind may carry a state along the sequence.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -76,15 +77,36 @@ class ModelSource:
     gguf_file: str | None
     revision: str | None
     trust_remote_code: bool
+    is_remote: bool = False
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of every `from_pretrained` call."""
-        kwargs: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        return {"trust_remote_code": self.trust_remote_code, **self.place_kwargs()}
+
+    def place_kwargs(self) -> dict[str, Any]:
+        """Those of them that say where to look; the cache alone if the hub cannot be reached."""
+        kwargs: dict[str, Any] = {}
         if self.revision is not None:
             kwargs["revision"] = self.revision
         if self.gguf_file is not None:
             kwargs["gguf_file"] = self.gguf_file
+        if self.is_remote and hub_fault() is not None:
+            kwargs["local_files_only"] = True
         return kwargs
+
+    def require_reachable(self, where: str) -> None:
+        """To be called when reading failed: tells a hub that is out of reach from a model that is not as it should be.
+
+        Raises:
+            UserError: the hub cannot be reached, so only its cache was looked at.
+        """
+        fault = hub_fault() if self.is_remote else None
+        if fault is not None:
+            raise UserError(
+                f"no such folder, not in the local cache, and the model hub cannot be reached ({fault})",
+                where=where,
+                mend="give the folder of the model, or mend the network",
+            ) from None
 
 
 def model_source(config: TargetConfig) -> ModelSource:
@@ -105,7 +127,7 @@ def model_source(config: TargetConfig) -> ModelSource:
         return ModelSource(str(path), None, config.revision, config.trust_remote_code)
     if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
         raise UserError("no such folder", where=_where(config), mend="give a model folder, a hub id or a .gguf file")
-    return ModelSource(config.model, None, config.revision, config.trust_remote_code)
+    return ModelSource(config.model, None, config.revision, config.trust_remote_code, is_remote=True)
 
 
 def _gguf_source(path: Path, config: TargetConfig) -> ModelSource:
@@ -133,6 +155,7 @@ def load_hf_config(config: TargetConfig) -> Any:
     try:
         hf_config = _read_hf_config(source)
     except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
+        source.require_reachable(_where(config))
         raise UserError(
             f"cannot read the model's configuration: {first_line(error)}",
             where=_where(config),
@@ -207,7 +230,7 @@ def generation_eos_ids(config: TargetConfig, hf_config: Any) -> tuple[int, ...]:
     if source.gguf_file is not None:
         return _as_ids(hf_config.get_text_config(decoder=True).eos_token_id)
     try:
-        generation = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
+        generation = GenerationConfig.from_pretrained(source.name, **{"revision": "main", **source.place_kwargs()})
     except OSError:  # the file is optional
         return ()
     return _as_ids(generation.eos_token_id)

@@ -114,6 +114,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.kwargs())
     except (OSError, ValueError, ImportError, KeyError) as error:
+        source.require_reachable(where)
         raise UserError(f"cannot read the tokenizer: {first_line(error)}", where=where, mend=mend) from error
     if not tokenizer("a")["input_ids"]:  # transformers makes up an empty one where the files are missing
         raise UserError("there is no tokenizer with the model", where=where, mend=mend)

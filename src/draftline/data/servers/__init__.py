@@ -1,0 +1,1 @@
+"""Answers from servers that speak the OpenAI protocol."""
