@@ -28,7 +28,7 @@ from draftline.drafter.sync import Synchronizer
 from draftline.errors import DraftlineError, RunFailedError, RunStoppedError
 from draftline.export.zlab import export_zlab
 from draftline.pipeline.budget import FailureBudget, is_sticky
-from draftline.pipeline.core import End, LedgerCounts, LedgerState, drafter_worker
+from draftline.pipeline.core import End, LedgerCounts, LedgerState, PipelineCore, drafter_worker
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.meeting import MeetingRoom, Seat, UnhurriedClock
 from draftline.pipeline.reporting import RunReporter
@@ -118,6 +118,7 @@ class PipelineCoordinator:
         targets: loaded, one per target worker.
         learning_rate: the checked schedule.
         reporter: where everything is counted and shown.
+        core_class: another set of rules for the exchange; benchmarks compare with it.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class PipelineCoordinator:
         targets: Sequence[LoadedTarget],
         learning_rate: LearningRate,
         reporter: RunReporter,
+        core_class: type[PipelineCore] = PipelineCore,
     ) -> None:
         self._plan, self._folder, self._reporter = plan, folder, reporter
         self._traces = FailureTraces(folder.path)
@@ -154,6 +156,7 @@ class PipelineCoordinator:
             state=state,
             stall_timeout_s=plan.config.pipeline.stall_timeout_s,
             on_stall=self._traces.dump_stacks,
+            core_class=core_class,
         )
         room = MeetingRoom(
             plan,
