@@ -20,7 +20,7 @@ from draftline.pipeline.core.admission import CoreSettings, check_settings
 from draftline.pipeline.start_checks import check_start
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
-from draftline.target.size import target_size
+from draftline.target.size import TargetSize, target_size
 
 _GIB = 2**30
 CARDS_GB = (24, 32, 48, 80, 96, 141, 192)
@@ -57,23 +57,23 @@ class RunPlan:
         return len(self.config.pipeline.drafter_devices)
 
 
-def make_run_plan(config: RunConfig) -> RunPlan:
+def make_run_plan(config: RunConfig, *, dataset: TokenDataset | None = None, check_devices: bool = True) -> RunPlan:
     """Resolves devices, target facts, drafter spec, data and bounds. Loads no weights.
+
+    Args:
+        dataset: used instead of what `data.path` holds.
+        check_devices: False takes device names as they are (plans for another machine).
 
     Raises:
         UserError: anything that does not fit together.
     """
-    pipeline = config.pipeline.model_copy(
-        update={
-            "target_devices": tuple(resolve_devices(config.pipeline.target_devices)),
-            "drafter_devices": tuple(resolve_devices(config.pipeline.drafter_devices)),
-        }
-    )
-    config = config.model_copy(update={"pipeline": pipeline})
+    if check_devices:
+        config = _with_devices(config)
     facts = target_facts(config.target)
     spec = build_spec(config.drafter, facts)
-    check_start(config, spec, facts.num_layers)
-    dataset = _open_data(config.data.path, facts, spec)
+    if check_devices:
+        check_start(config, spec, facts.num_layers)
+    dataset = dataset or _open_data(config.data.path, facts, spec)
     rows = plan_rows(
         dataset.lengths,
         dataset.supervised,
@@ -85,12 +85,22 @@ def make_run_plan(config: RunConfig) -> RunPlan:
     if not rows:
         raise UserError("the data set yields zero rows", where=str(config.data.path), mend="prepare more conversations")
     LearningRate(config.optimizer, len(rows))  # checks its whole course
-    if config.data.validation_path is not None:
+    if config.data.validation_path is not None and check_devices:
         validation_rows(_open_data(config.data.validation_path, facts, spec), config)
-    row_bytes = [states_bytes(config, spec, row.n_tokens, pipeline.target_devices[0]) for row in rows]
+    row_bytes = [states_bytes(config, spec, row.n_tokens, config.pipeline.target_devices[0]) for row in rows]
     settings = _core_settings(config)
     check_settings(settings, row_bytes)
     return RunPlan(config, facts, spec, dataset, rows, settings, row_bytes)
+
+
+def _with_devices(config: RunConfig) -> RunConfig:
+    pipeline = config.pipeline.model_copy(
+        update={
+            "target_devices": tuple(resolve_devices(config.pipeline.target_devices)),
+            "drafter_devices": tuple(resolve_devices(config.pipeline.drafter_devices)),
+        }
+    )
+    return config.model_copy(update={"pipeline": pipeline})
 
 
 def _core_settings(config: RunConfig) -> CoreSettings:
@@ -162,12 +172,15 @@ class DeviceMemory:
         return sum(self.parts.values())
 
 
-def estimate_memory(plan: RunPlan) -> list[DeviceMemory]:
-    """Memory per device. Parameters and states are exact; activations are an estimate (saved tensors of the
-    drafter's layers in the compute dtype, logits of one chunk in fp32 and the compute dtype)."""
+def estimate_memory(plan: RunPlan, size: TargetSize | None = None) -> list[DeviceMemory]:
+    """Memory per device; `size` saves counting the target again.
+
+    Parameters and states are exact; activations are an estimate (saved tensors of the drafter's layers in the compute
+    dtype, logits of one chunk in fp32 and the compute dtype).
+    """
     pipeline = plan.config.pipeline
-    size = target_size(plan.config.target)
-    drafter_parameters = _drafter_parameters(plan.spec)
+    size = size or target_size(plan.config.target)
+    drafter_parameters = count_drafter_parameters(plan.spec)
     devices: dict[str, dict[str, int]] = {}
     for device in pipeline.target_devices:
         parts = devices.setdefault(device, {})
@@ -188,7 +201,8 @@ def estimate_memory(plan: RunPlan) -> list[DeviceMemory]:
     return [DeviceMemory(name, parts) for name, parts in devices.items()]
 
 
-def _drafter_parameters(spec: DrafterSpec) -> int:
+def count_drafter_parameters(spec: DrafterSpec) -> int:
+    """Parameters of a drafter, counted on the meta device."""
     import torch
 
     from draftline.drafter.model import Drafter
@@ -218,7 +232,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"targets: {plan.num_targets} on {', '.join(pipeline.target_devices)}",
         f"drafters: {plan.num_drafters} on {', '.join(pipeline.drafter_devices)}",
         f"drafter: {plan.spec.num_layers} layers, block {plan.spec.block_size}, taps {list(plan.spec.taps)}, "
-        f"{_drafter_parameters(plan.spec) / 1e6:.1f} M parameters",
+        f"{count_drafter_parameters(plan.spec) / 1e6:.1f} M parameters",
         f"plan: {len(plan.rows)} rows over {plan.config.epochs} epochs, {tokens} tokens, {supervised} supervised "
         f"({supervised / tokens:.0%}), {tokens / len(plan.rows) / plan.config.data.row_tokens:.0%} full",
         f"bytes per row: {largest / 2**20:.1f} MiB at most, {largest / max(r.n_tokens for r in plan.rows):.0f} a token",
