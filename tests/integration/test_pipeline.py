@@ -14,6 +14,7 @@ from draftline.errors import RunFailedError, RunStoppedError, UserError
 from draftline.pipeline import coordinator as coordinator_module
 from draftline.pipeline.checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
 from draftline.pipeline.coordinator import train
+from draftline.pipeline.meeting import best_acceptance
 from draftline.pipeline.runplan import make_run_plan, plan_lines
 from draftline.target.capture import TargetCapture
 
@@ -245,6 +246,24 @@ def test_validation_rows_are_scored_and_written(make_run, tiny_data):
     assert scores and all(1.0 <= score <= 4.0 for score in scores)
     card = json.loads((config.output / "best" / "draftline.json").read_text())
     assert card["provenance"]["validation_acceptance"] == pytest.approx(max(scores))
+
+
+def test_validation_scores_trees_and_walks_beside_the_chain_and_keeps_the_best_by_either(make_run, tiny_data):
+    lengths = "validation={tree_budgets: [4, 32], walk_samples: 3, best_by: tree@32}"
+    config = make_run(f"data.validation_path={tiny_data}", "max_rows=6", lengths)
+    run(config)
+    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "validation/acceptance" in line]
+    assert scored
+    for line in scored:
+        for kind in ("validation/acceptance", "validation/acceptance_walk"):
+            assert 1.0 <= line[kind] <= line[f"{kind}_tree_32"] <= 4.0
+            assert line[f"{kind}_tree_4"] <= line[f"{kind}_tree_32"]
+    card = json.loads((config.output / "best" / "draftline.json").read_text())["provenance"]
+    best = max(line["validation/acceptance_tree_32"] for line in scored)
+    assert (card["best_by"], card["validation_acceptance"]) == ("tree@32", pytest.approx(best))
+    assert best_acceptance(config.output / "best", "tree@32") == card["validation_acceptance"]
+    assert best_acceptance(config.output / "best") == 0.0  # another measure: not to be compared
 
 
 def test_dry_run_tells_rows_bounds_and_memory_without_weights(make_run, monkeypatch):

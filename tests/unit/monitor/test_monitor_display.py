@@ -42,6 +42,20 @@ def text_of(stream: io.TextIOWrapper) -> str:
     return stream.buffer.getvalue().decode()
 
 
+def test_the_status_line_shows_what_validation_found_and_nothing_before_it(snapshot: StatusSnapshot) -> None:
+    assert "val" not in status_line(snapshot) and "walk" not in status_line(snapshot)
+    chain = snapshot.model_copy(update={"validation_acceptance": 2.312})
+    assert "acc 1.25 | val acc 2.31 | " in status_line(chain)
+    everything = chain.model_copy(
+        update={
+            "validation_trees": {"tree@16": 2.8, "tree@64": 3.0},
+            "validation_walk": {"chain": 2.2, "tree@16": 2.6, "tree@64": 2.9},
+        }
+    )
+    line = status_line(everything)
+    assert "val acc 2.31 | tree@16 2.80 tree@64 3.00 | walk 2.20 tree@16 2.60 tree@64 2.90 | " in line
+
+
 def test_the_status_line_holds_every_figure(snapshot: StatusSnapshot) -> None:
     line = status_line(snapshot)
     for part in (

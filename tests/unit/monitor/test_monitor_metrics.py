@@ -8,7 +8,8 @@ import threading
 import pytest
 from monitor_fakes import FakeClock, spend, work
 
-from draftline.monitor.metrics import LOSS_HALF_LIFE_ROWS, RunMetrics, TrainingStats
+from draftline.monitor.metrics import LOSS_HALF_LIFE_ROWS, RunMetrics, TrainingStats, ValidationLengths
+from draftline.monitor.run import tracked_numbers
 from draftline.monitor.status import LedgerCounts, QueueGauge, StatusSnapshot, Wait
 
 
@@ -52,6 +53,26 @@ def test_non_finite_sums_are_counted_and_left_out(clock: FakeClock) -> None:
     snapshot = metrics.snapshot()
     assert (snapshot.loss, snapshot.nonfinite_updates) == (2.0, 1)
     assert snapshot.terms == {"kl": 1.5}
+
+
+def test_validation_is_the_newest_scores_and_each_length_has_a_curve(clock: FakeClock) -> None:
+    metrics = RunMetrics(clock=clock)
+    assert not any(name.startswith("validation/") for name in tracked_numbers(metrics.snapshot()))
+    metrics.record_validation(loss=9.0, lengths=ValidationLengths({"chain": 1.0}))
+    metrics.record_validation(
+        loss=3.0,
+        lengths=ValidationLengths({"chain": 2.0, "tree@16": 2.5}, {"chain": 1.9, "tree@16": 2.25}),
+    )
+    snapshot = metrics.snapshot()
+    assert (snapshot.validation_loss, snapshot.validation_acceptance) == (3.0, 2.0)
+    curves = {k: v for k, v in tracked_numbers(snapshot).items() if k.startswith("validation/")}
+    assert curves == {
+        "validation/loss": 3.0,
+        "validation/acceptance": 2.0,
+        "validation/acceptance_tree_16": 2.5,
+        "validation/acceptance_walk": 1.9,
+        "validation/acceptance_walk_tree_16": 2.25,
+    }
 
 
 def test_capacity_sums_over_workers_and_leaves_the_dead_out(clock: FakeClock) -> None:
