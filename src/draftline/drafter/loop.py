@@ -154,7 +154,7 @@ class DrafterTrainLoop:
     def _train(self, item: RowItem[HiddenStateRow]) -> None:
         row = self._on_device(item.payload)
         stats = self._step.forward_backward(row)
-        self._replica.optimizer.absorb(stats.denominator)
+        self._replica.optimizer.absorb(torch.where(stats.finite, stats.denominator, float("nan")))
         self._absorbed_rows += 1
         self._last_rate = self._learning_rate.at(item.clock_rows)
         outcome = None

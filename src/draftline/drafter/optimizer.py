@@ -61,6 +61,7 @@ class MasterOptimizer:
         """Adds the compute parameters' gradients and this row's denominator to the step in the making.
 
         Takes the gradients away from the parameters; the first fp32 ones of a step are kept as they are, not copied.
+        A denominator that is not finite marks a row whose loss was not: the step it goes into changes nothing.
         """
         for i, parameter in enumerate(self._compute):
             gradient, parameter.grad = parameter.grad, None
@@ -91,12 +92,12 @@ class MasterOptimizer:
         """One optimizer step over everything absorbed since the last one.
 
         Returns:
-            (gradient norm before clipping, skipped): device scalars; `skipped` is 1.0 if a non-finite gradient was
-            met and 0.0 otherwise (a step without any supervised slot is not counted as skipped).
+            (gradient norm before clipping, skipped): device scalars; `skipped` is 1.0 if a non-finite gradient or loss
+            was met and 0.0 otherwise (a step without any supervised slot is not counted as skipped).
         """
         inverse = torch.where(self._denominator > 0, 1.0 / self._denominator, 0.0).float()
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.gradients))) * inverse
-        finite = torch.isfinite(norm)
+        finite = torch.isfinite(norm) & torch.isfinite(self._denominator)
         scale = inverse if self._clip_norm is None else inverse * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         blocked = ~finite | (self._denominator <= 0)
         for group in self.adamw.param_groups:

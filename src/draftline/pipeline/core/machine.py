@@ -288,9 +288,10 @@ class PipelineCore:
     def drafter_lost(self, drafter: int) -> None:
         """A drafter is gone with its weights: rows in its hand and those it trained in this round are captured again.
 
-        The round goes on among those left; an averaging under way is repeated by them.
+        The round goes on among those left; an averaging under way is repeated by them. A second report changes nothing.
         """
-        if self.failure or drafter in self._stopped:
+        was_lost = drafter not in self.rounds.live and drafter < self.settings.n_drafters
+        if self.failure or drafter in self._stopped or was_lost:
             return
         hand = self._hand_of(drafter)
         del self._hands[drafter]
