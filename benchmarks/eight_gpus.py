@@ -35,7 +35,7 @@ from eight_report import report_lines
 from eight_setup import Setup
 from measure import environment
 
-TINY_LAYERS = 8
+TINY_LAYERS = 6
 SINGLE_ROWS, TOGETHER_S = 12, 10.0
 Part = Callable[[], dict[str, Any]]
 
