@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,11 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
         "target": f"{setup.kind}, {setup.layers} layers" + (", tiny" if setup.tiny else ""),
         "every_rows": setup.every_rows,
     }
+    setup.keep_first_weights()
     parts = Parts(chosen.output, time.monotonic() + chosen.budget_s, about)
     try:
         found = measure_all(setup, parts, chosen)
     except UserError as error:
-        print(f"eight_gpus: {error}")
+        print(f"eight_gpus: {error}", file=sys.stderr)
         return 2
     found["environment"] = about
     (chosen.output / "summary.json").write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -15,7 +15,7 @@ from draftline.pipeline.coordinator import PipelineCoordinator
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.runplan import RunPlan
 
-POLL_S, QUEUE_EVERY_S = 0.01, 0.25
+POLL_S, QUEUE_EVERY_S = 0.02, 0.25
 ENOUGH = "the benchmark has measured enough"
 
 

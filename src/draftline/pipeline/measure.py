@@ -137,6 +137,8 @@ def measure_drafter(plan: RunPlan, worker: DrafterWorker, *, rows: int) -> Stage
     """Trains `rows` steps on made-up states of the plan's first row, and before them a warm-up; optimizer included."""
     device = worker.replica.optimizer.device
     payload = made_up_row(plan.spec, plan.dataset, plan.rows[0], device, teacher=plan.config.objective.needs_teacher)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the loop reads the row on a stream of its own
     side = _DrafterSide(_repeated(plan.rows[:1], rows + WARM_UP_ROWS), payload)
     loop = DrafterTrainLoop(
         0,
