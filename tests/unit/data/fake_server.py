@@ -126,7 +126,9 @@ class FakeServer:
             body["messages"], tools=body.get("tools"), add_generation_prompt=True, return_dict=False
         )
         given = {"token_ids": ids} if self.kind == "vllm" else {}
-        said = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text} | self.message}
+        said = (
+            {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text} | self.message}
+        )
         return {
             "model": self.model,
             "choices": [{"index": 0, "finish_reason": self.finish, **said, **given}],
@@ -134,9 +136,7 @@ class FakeServer:
             **({"prompt_token_ids": prompt} if given else {}),
         }
 
-    async def _fail(
-        self, fault: str, request: web.Request, body: dict[str, Any], asked: str
-    ) -> web.StreamResponse:
+    async def _fail(self, fault: str, request: web.Request, body: dict[str, Any], asked: str) -> web.StreamResponse:
         reply = self._reply(body, asked)
         choice = reply["choices"][0]
         if fault == "hang":

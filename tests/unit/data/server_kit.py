@@ -20,6 +20,7 @@ FAST = Backoff(0.01, 0.05)
 
 def prompts(folder: Path, n: int, **more: Any) -> Path:
     """Prompts `hello 0.`, `hello 1.`, ... with ids p0, p1, ..."""
+    folder.mkdir(exist_ok=True)
     return kit.write_lines(folder / "prompts.jsonl", [{"id": f"p{i}", "prompt": text(i), **more} for i in range(n)])
 
 
