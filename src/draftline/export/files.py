@@ -18,6 +18,7 @@ from draftline.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MOST_NAME = 255  # of a file's name, anywhere
 
 
 @contextmanager
@@ -94,21 +95,29 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         UserError: no weights, a broken file, or a tensor in two files.
     """
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError("holds no weight_map", where=str(folder / INDEX), mend="download or export it again")
-        names = sorted({str(name) for name in weight_map.values()})
-    else:
-        names = [WEIGHTS]
     weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        file = folder / name
+    for file in weight_files(folder):
         try:
-            if Path(name).name != name or not file.is_file():
-                raise UserError("no such file", where=str(file), mend="download or export the drafter again")
             with safe_open(file, framework="pt") as handle:
                 weights.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
     return weights
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, one or several.
+
+    Raises:
+        UserError: a file is missing, lies elsewhere, or the index is none.
+    """
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError("holds no weight_map", where=str(folder / INDEX), mend="download or export it again")
+        names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or len(name) > _MOST_NAME or not (folder / name).is_file():
+            raise UserError("no such file", where=str(folder / name), mend="download or export the drafter again")
+    return [folder / name for name in names]

@@ -25,7 +25,6 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
         UserError: something that z-lab's class would serve otherwise than it was trained, with the reason.
     """
     refuse_unservable(spec)
-    rope = {"rope_type": "default", **spec.rope_parameters}
     inner: dict[str, Any] = {
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_token_id,
@@ -43,6 +42,19 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
         "block_size": spec.block_size,
         "num_target_layers": spec.num_target_layers,
         "dflash_config": inner,
+        **transformer_config(spec),
+        "dtype": dtype,
+    }
+    if spec.in_block_attention != "zlab":
+        config["is_causal"] = inner["causal"] = spec.in_block_attention == "causal"
+    return config
+
+
+def transformer_config(spec: DrafterSpec) -> dict[str, Any]:
+    """The keys of a Qwen3 configuration, all of them: what is left out is filled in silently by whoever reads it."""
+    rope = {"rope_type": "default", **spec.rope_parameters}
+    sliding = "sliding_attention" in spec.layer_types
+    return {
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_layers,
@@ -56,8 +68,8 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "layer_types": list(spec.layer_types),
-        "sliding_window": spec.sliding_window if "sliding_attention" in spec.layer_types else None,
-        "use_sliding_window": "sliding_attention" in spec.layer_types,
+        "sliding_window": spec.sliding_window if sliding else None,
+        "use_sliding_window": sliding,
         "max_window_layers": spec.num_layers,
         "max_position_embeddings": spec.max_position_embeddings,
         "rope_theta": rope["rope_theta"],
@@ -68,11 +80,7 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
         "pad_token_id": spec.pad_token_id,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "dtype": dtype,
     }
-    if spec.in_block_attention != "zlab":
-        config["is_causal"] = inner["causal"] = spec.in_block_attention == "causal"
-    return config
 
 
 def refuse_unservable(spec: DrafterSpec) -> None:
@@ -105,36 +113,58 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
     _check_architecture(config, where)
     read = _Reader(config, where)
     layer_types, window = _layer_types(read)
+    return drafter_spec(
+        {
+            **transformer_fields(config, where),
+            "block_size": read.either("block_size"),
+            "mask_token_id": read.either("mask_token_id"),
+            "taps": tuple(read.either("target_layer_ids")),
+            "num_target_layers": read.top("num_target_layers"),
+            "layer_types": layer_types,
+            "sliding_window": window,
+            "in_block_attention": _in_block(read, layer_types),
+            "window_origin": read.either("window_origin", default="query"),
+            "block_layout": _layout(read),
+            "input_embedding_scale": read.either("input_embedding_scale", default=1.0),
+            "output_multiplier": read.either("output_multiplier", default=1.0),
+            "final_logit_softcapping": read.either("final_logit_softcapping", default=None) or None,
+        },
+        where,
+    )
+
+
+def transformer_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of a DrafterSpec that stand in a Qwen3 configuration.
+
+    Raises:
+        UserError: a size that is missing, a bias, or rotary parameters that are missing or contradict themselves.
+    """
+    read = _Reader(config, where)
+    if config.get("attention_bias"):
+        raise UserError("attention_bias is set", where=where, mend="only drafters without biases can be read")
+    return {
+        "hidden_size": read.top("hidden_size"),
+        "intermediate_size": read.top("intermediate_size"),
+        "num_layers": read.top("num_hidden_layers"),
+        "num_heads": read.top("num_attention_heads"),
+        "num_kv_heads": read.top("num_key_value_heads"),
+        "head_dim": read.top("head_dim"),
+        "vocab_size": read.top("vocab_size"),
+        "rms_norm_eps": read.top("rms_norm_eps"),
+        "rope_parameters": _rope(read),
+        "max_position_embeddings": read.top("max_position_embeddings"),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "initializer_range": config.get("initializer_range", 0.02),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_id": config.get("eos_token_id"),
+        "pad_token_id": config.get("pad_token_id"),
+    }
+
+
+def drafter_spec(fields: Mapping[str, Any], where: str) -> DrafterSpec:
+    """The spec with these fields. Raises UserError naming the first that cannot be."""
     try:
-        return DrafterSpec(
-            hidden_size=read.top("hidden_size"),
-            intermediate_size=read.top("intermediate_size"),
-            num_layers=read.top("num_hidden_layers"),
-            num_heads=read.top("num_attention_heads"),
-            num_kv_heads=read.top("num_key_value_heads"),
-            head_dim=read.top("head_dim"),
-            vocab_size=read.top("vocab_size"),
-            rms_norm_eps=read.top("rms_norm_eps"),
-            rope_parameters=_rope(read),
-            max_position_embeddings=read.top("max_position_embeddings"),
-            hidden_act=config.get("hidden_act", "silu"),
-            initializer_range=config.get("initializer_range", 0.02),
-            block_size=read.either("block_size"),
-            mask_token_id=read.either("mask_token_id"),
-            taps=tuple(read.either("target_layer_ids")),
-            num_target_layers=read.top("num_target_layers"),
-            layer_types=layer_types,
-            sliding_window=window,
-            in_block_attention=_in_block(read, layer_types),
-            window_origin=read.either("window_origin", default="query"),
-            block_layout=_layout(read),
-            input_embedding_scale=read.either("input_embedding_scale", default=1.0),
-            output_multiplier=read.either("output_multiplier", default=1.0),
-            final_logit_softcapping=read.either("final_logit_softcapping", default=None) or None,
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=config.get("eos_token_id"),
-            pad_token_id=config.get("pad_token_id"),
-        )
+        return DrafterSpec(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -18,6 +18,7 @@ from draftline.drafter.spec import build_spec
 from draftline.errors import UserError
 from draftline.pipeline.core.admission import CoreSettings, check_settings
 from draftline.pipeline.start_checks import check_start
+from draftline.pipeline.warm_spec import spec_to_train_on
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
 from draftline.target.size import TargetSize, target_size
@@ -70,7 +71,7 @@ def make_run_plan(config: RunConfig, *, dataset: TokenDataset | None = None, che
     if check_devices:
         config = _with_devices(config)
     facts = target_facts(config.target)
-    spec = build_spec(config.drafter, facts)
+    spec = spec_to_train_on(build_spec(config.drafter, facts), config.drafter.init_from)
     if check_devices:
         check_start(config, spec, facts.num_layers)
     dataset = dataset or _open_data(config.data.path, facts, spec)

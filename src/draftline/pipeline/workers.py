@@ -15,10 +15,11 @@ from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.drafter.sync import Replica
 from draftline.drafter.warm_start import start_from_target
-from draftline.export.zlab import load_export
+from draftline.export.formats import load_drafter_export
 from draftline.pipeline.checkpoint import Checkpoint
 from draftline.pipeline.runplan import RunPlan
-from draftline.pipeline.start_checks import chosen_init_layers, require_same_spec
+from draftline.pipeline.start_checks import chosen_init_layers
+from draftline.pipeline.warm_spec import require_same_spec
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.cache import CachedCapture, StateCache
 from draftline.target.capture import TargetCapture
@@ -100,7 +101,7 @@ def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) 
             does not have or that is shaped differently.
     """
     if config.drafter.init_from is not None:
-        source = load_export(config.drafter.init_from)
+        source = load_drafter_export(config.drafter.init_from, num_target_layers=spec.num_target_layers)
         require_same_spec(source.spec, spec, config.drafter.init_from)
         return {name: value.float() for name, value in source.state_dict().items()}
     drafter = Drafter(spec)

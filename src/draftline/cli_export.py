@@ -1,0 +1,51 @@
+"""`draftline export` and `draftline import`: their options. Imports nothing heavy before a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    source: Annotated[
+        Path | None, typer.Argument(help="Run folder (its last whole checkpoint), or an export to convert.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; must not exist.")] = None,
+    form: Annotated[str | None, typer.Option("--format", help="zlab (dflash, vLLM, SGLang) or speculators.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    target: Annotated[
+        str | None, typer.Option("--target", help="Target as servers find it: hub id or folder. Default: the run's.")
+    ] = None,
+    report: Annotated[list[Path] | None, typer.Option(help="Report of `eval --output`, told in README.md.")] = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Look an export over for what servers would do otherwise.")
+    ] = None,
+    server: Annotated[list[str] | None, typer.Option(help="With --check: dflash, vllm or sglang.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Of a run: newest, best (by validation), or a round.")] = "newest",
+) -> None:
+    """Write a drafter in a format that servers load, or check one."""
+    from draftline.pipeline.exporting import check_command, export_command
+
+    if check is not None:
+        lines, good = check_command(check, form=form, servers=server or [], target=target)
+        typer.echo("\n".join(lines))
+        raise typer.Exit(0 if good else 2)
+    lines = export_command(
+        source, output, form=form, dtype=dtype, target=target, reports=report or [], checkpoint=checkpoint
+    )
+    typer.echo("\n".join(lines))
+
+
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="DFlash drafter in z-lab's or speculators' format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
+    target: Annotated[
+        str | None, typer.Option("--target", help="Its target; speculators' format does not tell its layers.")
+    ] = None,
+) -> None:
+    """Take over a drafter of others, to train it further."""
+    from draftline.pipeline.exporting import import_command
+
+    typer.echo("\n".join(import_command(checkpoint, output, target=target)))

@@ -1,0 +1,104 @@
+"""`draftline export --check`: whether a folder would be served as it was trained, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from draftline.errors import UserError
+from draftline.export.common import CARD, ExportFormat, read_provenance
+from draftline.export.files import read_json, weight_files
+from draftline.export.formats import detect_format, load_drafter_export, read_drafter_spec
+from draftline.export.traps import SERVERS, Server, Subject, TrapFinding, find_traps
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check found.
+
+    Attributes:
+        servers: those that were asked about.
+        refused_by: why a server would not serve it as trained; empty: it would.
+    """
+
+    path: Path
+    form: ExportFormat
+    servers: tuple[Server, ...]
+    findings: tuple[TrapFinding, ...]
+
+    @property
+    def good_for(self) -> tuple[Server, ...]:
+        """Servers that would serve it as it was trained."""
+        refused = {f.server for f in self.findings if f.level == "refuse"}
+        return () if "any" in refused else tuple(s for s in self.servers if s not in refused)
+
+    def lines(self) -> list[str]:
+        verdict = f"as trained: {', '.join(self.good_for)}" if self.good_for else "served by none of them as trained"
+        return [*(f.line() for f in self.findings), f"{self.path} ({self.form}): {verdict}"]
+
+
+def check_export(
+    path: Path,
+    *,
+    servers: Sequence[Server] | None = None,
+    form: ExportFormat | None = None,
+    num_target_layers: int | None = None,
+) -> CheckReport:
+    """Reads a folder whole and looks for the serving traps.
+
+    Args:
+        servers: who is asked about; None: those that read its format.
+        form: format that the folder is expected to be in; None: as found.
+        num_target_layers: of the target, for speculators' format without a card of ours.
+
+    Raises:
+        UserError: no drafter, another format than expected, or one that cannot be read at all.
+    """
+    path = Path(path).expanduser()
+    found = detect_format(path)
+    if form is not None and form != found:
+        raise UserError(f"is in {found} format, not {form}", where=str(path), mend=f"export it with --format {form}")
+    shapes, dtypes = _headers(path)
+    subject = Subject(
+        form=found,
+        config=read_json(path / "config.json"),
+        spec=read_drafter_spec(path, num_target_layers=num_target_layers),
+        is_ours=(path / CARD).is_file(),
+        shapes=shapes,
+        dtypes=dtypes,
+        provenance=read_provenance(path),
+    )
+    asked = tuple(servers) if servers else (("vllm",) if found == "speculators" else SERVERS)
+    findings = [f for f in find_traps(subject) if f.server == "any" or f.server in asked]
+    try:
+        load_drafter_export(path, num_target_layers=num_target_layers)
+    except UserError as error:  # weights that are missing, misshapen or not finite
+        findings.insert(0, TrapFinding("refuse", "any", error.what, error.mend or "export it again"))
+    return CheckReport(path, found, asked, tuple(findings))
+
+
+def _headers(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - not a dict
+                    part = handle.get_slice(name)
+                    shapes[name], dtypes[name] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), "?")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
+    return shapes, dtypes
+
+
+_DTYPES = {
+    "BF16": str(torch.bfloat16).removeprefix("torch."),
+    "F32": "float32",
+    "F16": "float16",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+}

@@ -1,0 +1,81 @@
+"""From a checkpoint of others, or an export of ours, to one that training goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.errors import UserError
+from draftline.export.common import read_provenance, slides
+from draftline.export.formats import detect_format, load_drafter_export
+from draftline.export.serving import drafter_section
+from draftline.export.zlab import export_zlab
+from draftline.export.zlab_config import refuse_unservable
+
+SECTION_FILE = "drafter.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was made.
+
+    Attributes:
+        path: an export in z-lab's format with the same weights, bit for bit, and a drafter.yaml.
+        mended: what is otherwise from now on, one line each.
+    """
+
+    path: Path
+    spec: DrafterSpec
+    mended: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        return [
+            *(f"mended: {line}" for line in self.mended),
+            f"imported: {self.path}",
+            f"to train it further, lay {self.path / SECTION_FILE} over a run's configuration (train -c RUN -c THIS)",
+        ]
+
+
+def import_checkpoint(source: Path, output: Path, *, num_target_layers: int | None = None) -> Imported:
+    """Writes `source`, in any format that can be read, to `output`.
+
+    Args:
+        num_target_layers: of the target; needed for speculators' format without a card of ours.
+
+    Raises:
+        UserError: `source` cannot be read, or holds what no server could serve as it will be trained.
+    """
+    source, output = Path(source).expanduser(), Path(output).expanduser()
+    if source.resolve() == output.resolve():
+        raise UserError("is the checkpoint itself", where=str(output), mend="choose another output folder")
+    drafter = load_drafter_export(source, num_target_layers=num_target_layers)
+    spec, mended = mend_spec(drafter.spec)
+    refuse_unservable(spec)
+    drafter.spec = spec
+    stored = str(drafter.fc.weight.dtype).removeprefix("torch.")
+    export_zlab(
+        drafter,
+        output,
+        "bfloat16" if stored == "bfloat16" else "float32",
+        provenance={
+            **read_provenance(source),
+            "imported_from": source.name,
+            "imported_format": detect_format(source),
+            "mended": list(mended),
+        },
+        texts={SECTION_FILE: drafter_section(spec, output.absolute())},
+    )
+    return Imported(output, spec, tuple(mended))
+
+
+def mend_spec(spec: DrafterSpec) -> tuple[DrafterSpec, list[str]]:
+    """The spec as it will be trained on and served, and what that changes.
+
+    Servers measure windows from the query. A drafter trained with windows from the anchor loses up to a block of old
+    tokens in late slots there, so training goes on with what will be served.
+    """
+    if slides(spec) and spec.window_origin == "anchor":
+        line = "the window is measured from the query, as servers do; it was trained from the anchor"
+        return spec.model_copy(update={"window_origin": "query"}), [line]
+    return spec, []

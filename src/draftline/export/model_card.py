@@ -1,0 +1,127 @@
+"""README.md of an export: what it is, how it is served, what it was trained on and how, and how well it drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftline import __version__
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.export.common import ExportFormat, slides
+from draftline.export.serving import serve_commands
+
+FORMAT_NAMES: dict[str, str] = {"zlab": "z-lab's DFlash format", "speculators": "speculators' format"}
+PREFIX_CACHE_WARNING = (
+    "Tokens that a server restores from its prefix cache give the drafter no context, and acceptance falls to about 1: "
+    "keep prefix caching off, or measure with it."
+)
+
+
+def model_card(spec: DrafterSpec, *, form: ExportFormat, dtype: str, provenance: Mapping[str, Any]) -> str:
+    """Markdown text. What is not in `provenance` is said to be unknown, never made up.
+
+    Args:
+        provenance: see `pipeline/exporting.py`; every key is optional.
+    """
+    target = str(provenance.get("target") or "TARGET")
+    parts = [
+        _front_matter(provenance),
+        f"# DFlash drafter for {target}\n\n"
+        f"A block drafter for speculative decoding, in {FORMAT_NAMES[form]} ({dtype}), written by draftline "
+        f"{__version__}. "
+        "It holds the drafter's own layers only; embedding and head are the target's.",
+        "## Serving\n\nNot run by draftline's own tests:\n\n" + _commands(spec, form, target),
+        _serving_notes(provenance),
+        "## Drafter\n\n" + _table(_drafter_rows(spec)),
+        "## Acceptance\n\n" + _acceptance(provenance),
+        "## Training\n\n" + _training(provenance),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(provenance: Mapping[str, Any]) -> str:
+    lines = ["---", "library_name: transformers", "tags:", "- speculative-decoding", "- dflash"]
+    target = str(provenance.get("target") or "")
+    if target.count("/") == 1 and not target.startswith((".", "/", "~")):  # a hub id, not a path of somebody's machine
+        lines.append(f"base_model: {target}")
+    return "\n".join([*lines, "---"])
+
+
+def _commands(spec: DrafterSpec, form: ExportFormat, target: str) -> str:
+    commands = serve_commands(spec, form, "PATH-OF-THIS-FOLDER", target)
+    return "\n\n".join(f"{server}:\n\n    {command}" for server, command in commands.items())
+
+
+def _serving_notes(provenance: Mapping[str, Any]) -> str:
+    lines = [f"- {PREFIX_CACHE_WARNING}"]
+    if "chat_template_kwargs" in provenance:
+        given = provenance["chat_template_kwargs"]
+        words = f"`{json.dumps(given)}`" if given else "none"
+        lines.append(f"- Chat template arguments in training: {words}. Serve with the same, or acceptance suffers.")
+    if provenance.get("target_is_recurrent"):
+        lines.append("- The target has recurrent layers: do not decode with `dflash` 0.1.0, whose text would be wrong.")
+    return "\n".join(lines)
+
+
+def _drafter_rows(spec: DrafterSpec) -> list[tuple[str, Any]]:
+    rows = [
+        ("layers", spec.num_layers),
+        ("block size", f"{spec.block_size} ({spec.block_size - 1} drafts a round)"),
+        ("taps (0-based target layers, their output)", ", ".join(map(str, spec.taps))),
+        ("mask token", spec.mask_token_id),
+        ("hidden, MLP", f"{spec.hidden_size}, {spec.intermediate_size}"),
+        ("heads", f"{spec.num_heads} / {spec.num_kv_heads} of {spec.head_dim}"),
+        ("rotary", json.dumps(spec.rope_parameters)),
+    ]
+    if slides(spec):
+        kinds = ", ".join(kind.removesuffix("_attention") for kind in spec.layer_types)
+        rows.append(("attention", f"{kinds}; window {spec.sliding_window} from the {spec.window_origin}"))
+        rows.append(("inside a block", spec.in_block_attention))
+    return rows
+
+
+def _acceptance(provenance: Mapping[str, Any]) -> str:
+    lines = []
+    if "validation_acceptance" in provenance:
+        value = float(provenance["validation_acceptance"])
+        lines.append(f"Acceptance length on the validation rows, teacher-forced: {value:.2f}.")
+    results: Sequence[Mapping[str, Any]] = provenance.get("evaluation") or ()
+    if results:
+        lines.append(str(provenance.get("evaluation_definition", "")))
+        head = "| prompts | method | acceptance length | 95 % | prompts in it |\n|---|---|---|---|---|\n"
+        lines.append(head + "\n".join(_result_row(r) for r in results))
+    return "\n\n".join(line for line in lines if line) or "Not measured yet: `draftline eval`."
+
+
+def _result_row(result: Mapping[str, Any]) -> str:
+    value, interval = result.get("acceptance_length"), result.get("interval")
+    shown = "-" if value is None else f"{value:.2f}"
+    between = "-" if not interval else f"{interval[0]:.2f} to {interval[1]:.2f}"
+    return f"| {result['prompt_set']} | {result['method']} | {shown} | {between} | {result['n_prompts']} |"
+
+
+def _training(provenance: Mapping[str, Any]) -> str:
+    rows: list[tuple[str, Any]] = []
+    if "imported_from" in provenance:
+        rows.append(("imported from", provenance["imported_from"]))
+    data = provenance.get("data")
+    if isinstance(data, Mapping):
+        rows += [(f"data: {name}", _short(value)) for name, value in data.items()]
+    if "data_fingerprint" in provenance:
+        rows.append(("data fingerprint", provenance["data_fingerprint"]))
+    if "committed_rows" in provenance:
+        rows.append(("rows trained", provenance["committed_rows"]))
+    for section in ("recipe", "objective"):
+        values = provenance.get(section)
+        if isinstance(values, Mapping):
+            rows += [(f"{section}: {name}", _short(value)) for name, value in values.items()]
+    return _table(rows) if rows else "Not recorded."
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+def _table(rows: Sequence[tuple[str, Any]]) -> str:
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows)

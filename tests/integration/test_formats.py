@@ -1,0 +1,126 @@
+"""A whole run, exported for servers, taken back and trained further; acceptance numbers in its card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftline.cli import app
+from draftline.config.load import load_config
+from draftline.errors import UserError
+from draftline.evaluate.command import load_drafter
+from draftline.export.formats import load_drafter_export
+from draftline.pipeline.coordinator import train
+from draftline.pipeline.exporting import export_run
+from draftline.pipeline.runplan import make_run_plan
+
+REPORT = {
+    "definition": "tau is defined so",
+    "results": [
+        {"prompt_set": "all", "method": "plain", "drafter": None, "acceptance_length": 1.0, "n_prompts": 3},
+        {
+            "prompt_set": "all",
+            "method": "chain",
+            "drafter": "export",
+            "acceptance_length": 2.5,
+            "interval": [2.25, 2.75],
+        }
+        | {"n_prompts": 3},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_yaml: str, tiny_target_dir: Path, tiny_data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("formats")
+    file = folder / "run.yaml"
+    file.write_text(tiny_yaml.format(output=folder / "run", model=tiny_target_dir, data=tiny_data))
+    train(make_run_plan(load_config([file], ["max_rows=4"])))
+    return folder / "run"
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_a_run_goes_to_speculators_and_back_bit_for_bit_and_is_trained_further(tmp_path: Path, run: Path) -> None:
+    code, said = invoke("export", run, "--output", tmp_path / "spec", "--format", "speculators", "--dtype", "float32")
+    assert code == 0 and "as trained: vllm" in said
+    code, said = invoke("import", tmp_path / "spec", "--output", tmp_path / "mine")
+    assert code == 0 and "drafter.yaml" in said
+    weights = load_drafter(run, "cpu", torch.float32).state_dict()
+    taken_back = load_drafter_export(tmp_path / "mine").state_dict()
+    assert all(torch.equal(weights[name], taken_back[name]) for name in weights)
+    again = load_config([run / "config.yaml", tmp_path / "mine" / "drafter.yaml"], [f"output={tmp_path / 'again'}"])
+    plan = make_run_plan(again)
+    assert plan.config.drafter.init == "checkpoint"
+    assert train(plan).ledger.remaining == 0
+
+
+def test_a_speculators_folder_without_a_card_starts_a_run_directly(tmp_path: Path, run: Path) -> None:
+    """As somebody else's: the layers of the target come from the run's own target."""
+    export_run(run, tmp_path / "spec", form="speculators")
+    (tmp_path / "spec" / "draftline.json").unlink()
+    config = load_config(
+        [run / "config.yaml"],
+        [f"output={tmp_path / 'again'}", "drafter.init=checkpoint", f"drafter.init_from={tmp_path / 'spec'}"],
+    )
+    assert train(make_run_plan(config)).ledger.remaining == 0
+
+
+def test_the_card_tells_target_data_recipe_and_acceptance(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    code, _ = invoke("export", run, "-o", tmp_path / "out", "--report", tmp_path / "report.json")
+    assert code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    for told in ("tau is defined so", "| all | chain | 2.50 | 2.25 to 2.75 | 3 |", "data: samples | 40"):
+        assert told in card
+    for told in ("rows trained | 4", "recipe: learning rate | 0.001", "objective: anchors | 16"):
+        assert told in card
+    provenance = json.loads((tmp_path / "out" / "draftline.json").read_text())["provenance"]
+    assert provenance["target_architectures"] == ["Qwen3ForCausalLM"]
+    assert provenance["target_is_recurrent"] is False
+
+
+def test_the_finished_run_leaves_the_same_card(run: Path) -> None:
+    card = (run / "export" / "README.md").read_text()
+    assert "rows trained | 4" in card and "Not measured yet" in card
+
+
+def test_an_export_is_converted_and_checked_by_command(tmp_path: Path, run: Path) -> None:
+    """The name that the server will use need not mean anything here."""
+    code, said = invoke("export", run / "export", "-o", tmp_path / "spec", "--format", "speculators", "--target", "x/y")
+    assert code == 0 and "as trained: vllm" in said
+    verifier = json.loads((tmp_path / "spec" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "x/y", "architectures": ["Qwen3ForCausalLM"]}
+    assert "base_model: x/y" in (tmp_path / "spec" / "README.md").read_text()
+
+
+def test_check_exits_2_where_a_server_would_serve_otherwise(tmp_path: Path, run: Path) -> None:
+    assert invoke("export", "--check", run / "export")[0] == 0
+    export_run(run, tmp_path / "spec", form="speculators")
+    assert invoke("export", "--check", tmp_path / "spec", "--format", "speculators")[0] == 0
+    code, said = invoke("export", "--check", tmp_path / "spec", "--server", "sglang")
+    assert code == 2 and "cannot read speculators' format" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export"], "a run folder is missing"),
+        (["export", "RUN"], "--output is missing"),
+        (["export", "RUN", "-o", "x", "--format", "gguf"], "'gguf' is no format"),
+        (["export", "--check", "RUN", "--server", "ollama"], "'ollama' is no server"),
+        (["export", "RUN", "-o", "x", "--report", "RUN/config.yaml"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(run: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        invoke(*(a.replace("RUN", str(run)) for a in arguments))
