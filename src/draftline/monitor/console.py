@@ -58,10 +58,11 @@ class StatusDisplay:
             self._print_line(snapshot)
 
     def close(self, snapshot: StatusSnapshot | None) -> None:
-        """Show a last snapshot and leave it on the screen."""
+        """Show a last snapshot and leave it on the screen; with None, leave nothing there."""
         if self._live:
             if snapshot:
                 self._live.update(self._text(snapshot), refresh=True)
+            self._live.transient = snapshot is None
             self._live.stop()
         elif snapshot:
             self._print_line(snapshot)

@@ -74,6 +74,7 @@ class RunMonitor:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="monitor")
         self._end: RunEnd | None = None
+        self._was_refused = False
         self._status_file_works = True
         self._last_file_s = self._last_log_s = clock()
         self._last = self.metrics.snapshot()
@@ -86,6 +87,7 @@ class RunMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._was_refused = isinstance(error, UserError) and not self._last.rows_trained
         if self._end is None:
             self.end(*_outcome_of(error))
         self.close()
@@ -134,7 +136,7 @@ class RunMonitor:
 
     def _show_last(self) -> None:
         if self._display:
-            self._display.close(self._last)
+            self._display.close(None if self._was_refused else self._last)  # then one line says why, and no other
         self._log_snapshot(self._last)
 
     def _tick(self, snapshot: StatusSnapshot) -> None:
