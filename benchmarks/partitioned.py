@@ -34,8 +34,6 @@ class PartitionedRows(WaitingRows):
 class PartitionedCore(PipelineCore):
     """PipelineCore whose rows belong to the drafter of the target that leased them; pass it as `core_class`."""
 
-    alike = False
-
     def __init__(
         self,
         plan: Sequence[PlannedRow],

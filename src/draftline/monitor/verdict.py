@@ -1,4 +1,4 @@
-"""Why a run is as fast as it is, in words. One capacity model, used by the plan, the live display and watch.
+"""Why a run is as fast as it is, in words; splits come from the one capacity model (capacity.py).
 
 Order of judgement: what stops everything (dead, stuck, compiling, stalled), then what the workers really waited for,
 and, where nothing has been observed yet, the capacities alone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
+from draftline.capacity import best_split
 from draftline.monitor.status import Capacities, Cause, QueueGauge, Verdict, Wait, WorkerStatus
 
 # A side that waits less than this share of its time is not held up: sampling noise and hand-over alone reach a few %.
@@ -55,17 +56,6 @@ def bottleneck(
         or _starting(running)
         or _by_waiting(running, capacities)
     )
-
-
-def best_split(target_tokens_per_s: float, drafter_tokens_per_s: float, workers: int) -> tuple[int, int]:
-    """(targets, drafters) that let most tokens through.
-
-    Args:
-        target_tokens_per_s, drafter_tokens_per_s: capacity of ONE worker of each side.
-        workers: how many there are to share out, at least 2.
-    """
-    splits = [(t, workers - t) for t in range(1, workers)]
-    return max(splits, key=lambda s: min(s[0] * target_tokens_per_s, s[1] * drafter_tokens_per_s))
 
 
 def rate(tokens_per_s: float | None) -> str:

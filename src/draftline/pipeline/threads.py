@@ -1,10 +1,9 @@
-"""The thread driver: one lock around the pure core, and the payloads of waiting rows.
+"""The thread driver: one lock and one condition variable around the pure core, and the payloads of waiting rows.
 
 Consumes calls of target threads (lease, put) and drafter threads (get, trained, meet); hands out leases, rows with
-payloads, meetings and stops. `lease`, `get`, `meet` and `wait_end` wait; what wakes them is a transition of the core,
-a failure, or the deadline: no progress anywhere for `stall_timeout_s` fails the run and names who waits for whom.
-Three conditions share the lock (for a slot, a row, all else): lease, put, get and trained wake one worker that can use
-what they free (`core/wake.py`), every other transition wakes everybody.
+payloads, meetings and stops. `lease`, `get`, `meet` and `wait_end` wait; what wakes them is any transition of the core
+by anybody, a failure, or the deadline: no progress anywhere for `stall_timeout_s` fails the run and names who waits
+for whom.
 Time in a declared `busy` section (compiling) does not count, nor does time in which the whole process stood still (a
 stopped process, a suspended machine): whoever is woken long behind the deadline gives everybody a new one.
 `average` runs without the lock.
@@ -42,7 +41,6 @@ from draftline.pipeline.core import (
     drafter_worker,
     target_worker,
 )
-from draftline.pipeline.core.wake import drafters_are_called, slot_is_free
 from draftline.pipeline.exchange_stats import ExchangeStats
 from draftline.records import PlannedRow
 
@@ -82,7 +80,7 @@ class RowExchange(Generic[P]):
     ) -> None:
         self._core = core_class(plan, row_bytes, settings, state)
         self._lock = threading.Lock()
-        self._slots, self._rows, self._rest = (threading.Condition(self._lock) for _ in range(3))
+        self._changed = threading.Condition(self._lock)
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._clock = clock
@@ -99,19 +97,15 @@ class RowExchange(Generic[P]):
         """Wait for the next row to capture; None when there is none any more: call `producer_done` then."""
         with self._lock:
             ask = partial(self._core.lease, target)
-            answer = self._wait(target_worker(target), "a row to capture", ask, self._slots)
-            self._wake_for_slots()
+            answer = self._wait(target_worker(target), "a row to capture", ask)
             return answer if isinstance(answer, Lease) else None
 
     def put(self, target: int, row_id: int, payload: P) -> None:
         """Hand over a captured row; never waits."""
-        with self._small_step():
+        with self._transition():
             self._core.put(target, row_id)
             if row_id in self._core.waiting_rows:  # not when the run stops: then the row is discarded
                 self._payloads[row_id] = payload
-                self._wake_one(self._rows)
-            else:
-                self._progress()
 
     def producer_done(self, target: int) -> None:
         """Report, once, that `lease` returned None."""
@@ -128,7 +122,7 @@ class RowExchange(Generic[P]):
         """
         with self._lock:
             ask = partial(self._core.get, drafter)
-            answer = self._wait(drafter_worker(drafter), "a row to train", ask, self._rows)
+            answer = self._wait(drafter_worker(drafter), "a row to train", ask)
             return self._deliver(answer)
 
     def try_get(self, drafter: int) -> RowItem[P] | SyncItem | StopItem | None:
@@ -138,14 +132,13 @@ class RowExchange(Generic[P]):
             answer = self._core.get(drafter)
             if answer is WAIT:
                 return None
-            self._last_progress = self._clock()
+            self._progress()
             return self._deliver(answer)
 
     def trained(self, drafter: int, row_id: int) -> None:
         """The training step of a row has really finished (not only been launched): frees its slot."""
-        with self._small_step():
+        with self._transition():
             self._core.trained(drafter, row_id)
-            self._wake_for_slots()
 
     def meet(self, drafter: int, round_id: int, average: Callable[[Meeting], None]) -> Meeting:
         """Arrive at the meeting of a round, with empty hands, and wait until the round is committed.
@@ -222,7 +215,7 @@ class RowExchange(Generic[P]):
         with self._lock:
             self._waits[OWNER] = (self._clock(), "the end of the run")
             while (end := self._core.end) is None:
-                self._wait_once(self._rest)
+                self._wait_once()
             self._waits.pop(OWNER, None)
             return end
 
@@ -285,23 +278,18 @@ class RowExchange(Generic[P]):
             return (core.begin_average(drafter, round_id), True) if core.leader == drafter else WAIT
 
         with self._lock:
-            answer = self._wait(drafter_worker(drafter), "the meeting", ask, self._rest)
+            answer = self._wait(drafter_worker(drafter), "the meeting", ask)
             assert not isinstance(answer, Signal)
             return answer
 
     def _deliver(self, answer: RowItem[None] | SyncItem | StopItem | Signal) -> RowItem[P] | SyncItem | StopItem:
-        """What `get` answers, after waking whoever the answer sets free."""
-        if not isinstance(answer, RowItem):
-            assert not isinstance(answer, Signal)
-            self._progress()
-            return answer
-        if drafters_are_called(self._core):
-            self._rows.notify_all()
-        elif self._core.waiting_rows:
-            self._wake_one(self._rows)
-        return RowItem(answer.row, answer.clock_rows, answer.round_id, self._payloads.pop(answer.row_id))
+        if isinstance(answer, RowItem):
+            payload = self._payloads.pop(answer.row_id)
+            return RowItem(answer.row, answer.clock_rows, answer.round_id, payload)
+        assert not isinstance(answer, Signal)
+        return answer
 
-    def _wait(self, worker: Worker, what: str, ask: Callable[[], R], changed: threading.Condition) -> R:
+    def _wait(self, worker: Worker, what: str, ask: Callable[[], R]) -> R:
         """Ask the core until it answers something else than WAIT."""
         self._raise_if_failed()
         answer = ask()
@@ -310,31 +298,24 @@ class RowExchange(Generic[P]):
             self._waits[who] = (since, what)
             try:
                 while answer is WAIT:
-                    self._wait_once(changed)
+                    self._wait_once()
                     self._raise_if_failed()
                     answer = ask()
             finally:
                 del self._waits[who]
                 self._waited_s[who] = self._waited_s.get(who, 0.0) + self._clock() - since
-        self._last_progress = self._clock()
+        self._progress()
         return answer
 
-    def _wait_once(self, changed: threading.Condition) -> None:
+    def _wait_once(self) -> None:
         """Sleep until the next transition; at the deadline fail the run instead."""
         remaining_s = self._deadline() - self._clock()
         if remaining_s > 0:
-            changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
+            self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
         elif -remaining_s > max(FROZEN_S, FROZEN_SHARE * self._stall_timeout_s):
             self._progress()  # the process itself stood still
         else:
             self._stalled()
-
-    def _wake_one(self, changed: threading.Condition) -> None:
-        changed.notify(1 if self._core.alike else len(self._waits))
-
-    def _wake_for_slots(self) -> None:
-        if slot_is_free(self._core):
-            self._wake_one(self._slots)
 
     def _deadline(self) -> float:
         return max([self._last_progress + self._stall_timeout_s, *(until for until, _ in self._busy.values())])
@@ -344,19 +325,11 @@ class RowExchange(Generic[P]):
         self._last_progress = self._clock()
         if self._core.failure:
             self._payloads.clear()
-        for changed in (self._slots, self._rows, self._rest):
-            changed.notify_all()
+        self._changed.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._core.failure:
             raise RunFailedError(self._core.failure.reason, origin=self._core.failure.origin)
-
-    @contextmanager
-    def _small_step(self) -> Iterator[None]:
-        with self._lock:
-            self._raise_if_failed()
-            yield
-            self._last_progress = self._clock()
 
     @contextmanager
     def _transition(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from monitor_fakes import FakeClock, spend, work
 from draftline.monitor.clock import WorkerClock
 from draftline.monitor.metrics import RunMetrics
 from draftline.monitor.status import Capacities, QueueGauge, Verdict, Wait
-from draftline.monitor.verdict import best_split, bottleneck
+from draftline.monitor.verdict import bottleneck
 
 
 class Scene:
@@ -177,10 +177,3 @@ def test_the_end_is_not_a_stall(clock: FakeClock) -> None:
 def test_a_plan_is_judged_by_capacities_alone(supply: float | None, demand: float, cause: str) -> None:
     capacities = Capacities(targets=2, drafters=2, target_tokens_per_s=supply, drafter_tokens_per_s=demand)
     assert bottleneck(capacities).cause == cause
-
-
-def test_the_best_split_lets_most_tokens_through() -> None:
-    assert best_split(10, 10, 8) == (4, 4)
-    assert best_split(30, 10, 8) == (2, 6)
-    assert best_split(1, 100, 8) == (7, 1)
-    assert best_split(5, 5, 2) == (1, 1)

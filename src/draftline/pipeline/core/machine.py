@@ -51,8 +51,6 @@ class PipelineCore:
         UserError: an empty plan, a state of another plan, or bounds too small to make progress.
     """
 
-    alike = True  # any drafter takes any row and any target any slot, so one woken worker is enough
-
     def __init__(
         self,
         plan: Sequence[PlannedRow],
