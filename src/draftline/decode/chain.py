@@ -9,37 +9,23 @@ Shape letters: S new context tokens, F tap features, B slots, K = B - 1 drafts, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from draftline.decode.generation import Generation
-from draftline.decode.linear import RoundContext, linear_generate
+from draftline.decode.linear import linear_steps
 from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
+from draftline.decode.steps import DraftModel, Request, RoundContext, Task, drafted, run_steps
+from draftline.decode.target_session import TargetSession
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.config.drafter_spec import DrafterSpec
     from draftline.drafter.model import Drafter, DrafterCache
     from draftline.target.load import LoadedTarget
-
-
-class DraftModel(Protocol):
-    """What chain and tree decoding ask of a drafter."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-
-    def start(self) -> None:
-        """Forgets the last prompt."""
-
-    def block_logits(self, context: RoundContext) -> torch.Tensor:
-        """Logits [K, V] of slots 1..K of the next block, K = context.slots - 1."""
 
 
 class BoundDrafter:
@@ -52,10 +38,10 @@ class BoundDrafter:
 
     def __init__(self, drafter: Drafter, target: LoadedTarget) -> None:
         check_match(drafter, target)
-        self._drafter, self._target = drafter, target
+        self.drafter, self._target = drafter, target
         self._spec = drafter.spec
         self._dtype = next(drafter.parameters()).dtype
-        self._cache: DrafterCache | None = None
+        self.cache: DrafterCache | None = None
 
     @property
     def block_size(self) -> int:
@@ -74,22 +60,32 @@ class BoundDrafter:
         return self._spec.mask_token_id
 
     def start(self) -> None:
-        self._cache = self._drafter.new_cache()
+        self.cache = self.drafter.new_cache()
 
-    def block_logits(self, context: RoundContext) -> torch.Tensor:
-        assert self._cache is not None, "block_logits before start"
-        assert context.new_taps_SF is not None, "a drafter needs tap features"
+    def fork(self) -> BoundDrafter:
+        """The same weights with a context of its own, for another prompt."""
+        return BoundDrafter(self.drafter, self._target)
+
+    def block_ids(self, context: RoundContext) -> torch.Tensor:
+        """Token ids [B] of a block: the newest token, then masks."""
         ids_B = torch.full((context.slots,), self.mask_token_id, dtype=torch.long, device=self._target.device)
         ids_B[0] = context.tokens[-1]
-        taps_SF = context.new_taps_SF.to(self._dtype)
-        hidden_BH = self._drafter.forward_block(self._embed(ids_B), taps_SF, self._cache, context.start)
-        return self._head(hidden_BH[1:])
+        return ids_B
 
-    def _embed(self, ids_B: torch.Tensor) -> torch.Tensor:
+    def block_logits(self, context: RoundContext) -> torch.Tensor:
+        assert self.cache is not None, "block_logits before start"
+        assert context.new_taps_SF is not None, "a drafter needs tap features"
+        taps_SF = context.new_taps_SF.to(self._dtype)
+        block_BH = self.embed(self.block_ids(context))
+        hidden_BH = self.drafter.forward_block(block_BH, taps_SF, self.cache, context.start)
+        return self.head(hidden_BH[1:])
+
+    def embed(self, ids_B: torch.Tensor) -> torch.Tensor:
+        """The target's embedding rows [B, H], scaled, in the drafter's dtype."""
         rows_BH = F.embedding(ids_B, self._target.embedding.weight_VH)
         return (rows_BH * self._spec.input_embedding_scale).to(self._dtype)
 
-    def _head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
         """The target's output matrix, with the multiplier and soft cap of the drafter's own configuration."""
         head = self._target.head
         logits_KV = F.linear(hidden_KH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
@@ -137,11 +133,10 @@ class ChainSource:
     def taps(self) -> tuple[int, ...]:
         return self._drafter.taps
 
-    def propose(self, context: RoundContext, sampler: Sampler) -> Proposal:
-        return sampler.propose(self._drafter.block_logits(context))
+    def propose(self, context: RoundContext, sampler: Sampler) -> Generator[Request, Any, Proposal]:
+        return sampler.propose((yield from drafted(self._drafter, context)))
 
 
-@torch.inference_mode()
 def chain_generate(
     target: LoadedTarget,
     drafter: DraftModel,
@@ -156,11 +151,5 @@ def chain_generate(
     Args:
         drafter: a `BoundDrafter`, or anything with its methods; other arguments as in `plain_generate`.
     """
-    return linear_generate(
-        target,
-        ChainSource(drafter),
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids,
-        sampling=sampling,
-    )
+    session, source = TargetSession(target, drafter.taps), ChainSource(drafter)
+    return run_steps(session, linear_steps(session, source, Task(prompt_ids, max_new_tokens, stop_token_ids, sampling)))

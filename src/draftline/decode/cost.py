@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftline.decode.budget import CostCurve
-from draftline.decode.chain import DraftModel
 from draftline.decode.generation import device_clock
-from draftline.decode.linear import RoundContext
+from draftline.decode.steps import DraftModel, RoundContext, SoloSession
 from draftline.decode.target_session import TargetSession
 from draftline.decode.tree import build_tree, top_marginals
 from draftline.decode.tree_generate import tree_inputs
@@ -24,6 +23,11 @@ CPU_BUDGETS = (0, 1, 3, 7, 15, 31, 63)
 GPU_BUDGETS = (0, 1, 7, 15, 31, 63, 127, 255, 511)
 
 
+def default_budgets(device: torch.device) -> tuple[int, ...]:
+    """Drafts of the trees that are timed on this kind of device."""
+    return CPU_BUDGETS if device.type == "cpu" else GPU_BUDGETS
+
+
 @torch.inference_mode()
 def measure_cost_curve(
     target: LoadedTarget,
@@ -32,6 +36,7 @@ def measure_cost_curve(
     *,
     budgets: Sequence[int] | None = None,
     repeats: int = 3,
+    session: SoloSession | None = None,
 ) -> CostCurve:
     """Times drafting and verification behind `prompt_ids`.
 
@@ -39,10 +44,11 @@ def measure_cost_curve(
         prompt_ids: a text of typical length: the cost depends on it.
         budgets: drafts of the trees to time, rising from 0; None takes the device's default.
         repeats: the median of so many timings counts, after one that does not.
+        session: an empty one that taps the drafter's layers; None opens the usual kind.
     """
-    if budgets is None:
-        budgets = CPU_BUDGETS if target.device.type == "cpu" else GPU_BUDGETS
-    clock, session = device_clock(target.device), TargetSession(target, drafter.taps)
+    budgets = default_budgets(target.device) if budgets is None else budgets
+    clock = device_clock(target.device)
+    session = TargetSession(target, drafter.taps) if session is None else session
     session.refuse_tree()
     _, taps_SF = session.prefill(prompt_ids)
     drafter.start()

@@ -6,39 +6,13 @@ have chosen itself are committed, and one more token of the target's own. The te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import torch
 
-from draftline.decode.generation import Generation, Recorder, check_context, device_clock
-from draftline.decode.sampling import Proposal, Sampler, Sampling
-from draftline.decode.target_session import TargetSession
-
-if TYPE_CHECKING:
-    from draftline.target.load import LoadedTarget
-
-
-@dataclass(frozen=True, slots=True)
-class RoundContext:
-    """What a source of drafts may look at.
-
-    Attributes:
-        tokens: prompt and committed text; the last one is slot 0 of the block.
-        new_taps_SF: tap features of the tokens that the target has seen since the last round (the prompt at first),
-            in order; None if the source asked for no taps.
-        slots: slots of the block, slot 0 included.
-    """
-
-    tokens: Sequence[int]
-    new_taps_SF: torch.Tensor | None
-    slots: int
-
-    @property
-    def start(self) -> int:
-        """Position of slot 0."""
-        return len(self.tokens) - 1
+from draftline.decode.sampling import Proposal, Sampler
+from draftline.decode.steps import Request, RoundContext, Session, Steps, Task, extended, prefilled, recorder_for
 
 
 class DraftSource(Protocol):
@@ -50,32 +24,21 @@ class DraftSource(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
-    def propose(self, context: RoundContext, sampler: Sampler) -> Proposal:
-        """At most `context.slots - 1` drafts."""
+    def propose(self, context: RoundContext, sampler: Sampler) -> Generator[Request, Any, Proposal]:
+        """At most `context.slots - 1` drafts; may ask for a forward of a drafter."""
 
 
-@torch.inference_mode()
-def linear_generate(
-    target: LoadedTarget,
-    source: DraftSource,
-    prompt_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    stop_token_ids: Collection[int] | None,
-    sampling: Sampling,
-) -> Generation:
-    """Decodes with one line of drafts a round; arguments as in `plain_generate`."""
-    check_context(target, len(prompt_ids), max_new_tokens)
-    stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
-    recorder = Recorder(prompt_ids, max_new_tokens, stops, source.block_size, device_clock(target.device))
-    sampler, session = Sampler(sampling, target.device), TargetSession(target, source.taps)
-    logits_V, taps_SF = session.prefill(prompt_ids)
+def linear_steps(session: Session, source: DraftSource, task: Task) -> Steps:
+    """Decodes with one line of drafts a round. The session must tap the source's layers."""
+    recorder = recorder_for(session, task, source.block_size)
+    sampler = Sampler(task.sampling, session.target.device)
+    logits_V, taps_SF = yield from prefilled(task.prompt_ids)
     recorder.begin(int(sampler.pick(logits_V[None])))
     while not recorder.done:
         slots = recorder.slots
-        proposal = source.propose(RoundContext(recorder.tokens, taps_SF, slots), sampler)
+        proposal = yield from source.propose(RoundContext(recorder.tokens, taps_SF, slots), sampler)
         block_N = torch.cat([proposal.drafts_K.new_tensor([recorder.tokens[-1]]), proposal.drafts_K])
-        logits_NV, taps_NF = session.extend(block_N)
+        logits_NV, taps_NF = yield from extended(block_N)
         new_tokens = sampler.verify(proposal, logits_NV)
         produced = recorder.commit(new_tokens, drafted=proposal.drafts_K.shape[0], slots=slots)
         session.commit(produced)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from draftline.decode.generation import Generation
-from draftline.decode.linear import RoundContext, linear_generate
+from draftline.decode.linear import linear_steps
 from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
+from draftline.decode.steps import Request, RoundContext, Task, run_steps
+from draftline.decode.target_session import TargetSession
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -58,7 +60,12 @@ class LookupSource:
         self._index = NgramIndex(max_ngram)
         self._device = device
 
-    def propose(self, context: RoundContext, sampler: Sampler) -> Proposal:  # noqa: ARG002 - nothing is drawn
+    def propose(
+        self,
+        context: RoundContext,
+        sampler: Sampler,  # noqa: ARG002 - nothing is drawn
+    ) -> Generator[Request, Any, Proposal]:
+        yield from ()  # a generator, like all sources, that asks for nothing
         drafts = self._index.continuation(context.tokens, context.slots - 1)
         return Proposal(torch.tensor(drafts, dtype=torch.long, device=self._device))
 
@@ -79,12 +86,5 @@ def lookup_generate(
         block_size: slots of a block, so at most block_size - 1 drafts.
         max_ngram: longest suffix looked up; other arguments as in `plain_generate`.
     """
-    source = LookupSource(block_size, max_ngram, target.device)
-    return linear_generate(
-        target,
-        source,
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids,
-        sampling=sampling,
-    )
+    session, source = TargetSession(target), LookupSource(block_size, max_ngram, target.device)
+    return run_steps(session, linear_steps(session, source, Task(prompt_ids, max_new_tokens, stop_token_ids, sampling)))

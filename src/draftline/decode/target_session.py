@@ -8,29 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from draftline.decode.cache import RollbackCache
+from draftline.decode.generation import device_clock
+from draftline.decode.steps import TreeLayout
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLayout:
-    """How the tokens of one forward hang together: token 0 is the root, the others are drafts below it.
-
-    Attributes:
-        depths_N: distance from the root; the position of token i is the root's plus its depth.
-        visible_NN: True where token i may see token j: its ancestors and itself.
-    """
-
-    depths_N: torch.Tensor
-    visible_NN: torch.Tensor
 
 
 class TargetSession:
@@ -49,11 +37,12 @@ class TargetSession:
         self.cache = RollbackCache(target)
         self.n_forwards = 0
         self.n_replays = 0
-        self._target = target
+        self.target = target
+        self.clock = device_clock(target.device)
         self._taps = tuple(taps)
         self._appended_N: torch.Tensor | None = None
         self._snapshot: list[Any] = []
-        self._slices_logits = "logits_to_keep" in inspect.signature(target.model.forward).parameters
+        self._slices_logits = slices_logits(target)
 
     @property
     def length(self) -> int:
@@ -66,7 +55,7 @@ class TargetSession:
         Returns:
             Logits [V] behind the last prompt token, and tap features [N, F] of all prompt tokens (None without taps).
         """
-        ids_N = torch.as_tensor(ids, dtype=torch.long, device=self._target.device)
+        ids_N = torch.as_tensor(ids, dtype=torch.long, device=self.target.device)
         logits_NV, taps_NF = self._forward(ids_N, last_only=True)
         self.cache.keep(len(ids), len(ids))
         return logits_NV[-1], taps_NF
@@ -109,20 +98,7 @@ class TargetSession:
                 where="decode",
                 mend="use chain decoding, or the tree replayed along the target's own output (evaluate does so)",
             )
-        kinds = set(getattr(self._target.text_config, "layer_types", None) or ())
-        unknown = sorted(kinds - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise UserError(
-                f"the target has layers of kind {', '.join(unknown)}, for which no ancestor mask is known",
-                where="decode",
-                mend="use chain decoding",
-            )
-        if self._target.attention not in ("sdpa", "eager"):
-            raise UserError(
-                f"attention backend {self._target.attention} takes no ancestor mask",
-                where="target.attention",
-                mend="use sdpa or eager",
-            )
+        require_masks(self.target, "an ancestor mask", mend="use chain decoding")
 
     def _take_appended(self) -> torch.Tensor:
         assert self._appended_N is not None, "commit without extend"
@@ -138,35 +114,16 @@ class TargetSession:
             options["logits_to_keep"] = 1
         if tree is not None:
             options["attention_mask"] = self._tree_masks(tree)
-        with self._tapped() as captured:
-            output = self._target.model(
+        with tapped(self.target, self._taps) as captured:
+            output = self.target.model(
                 input_ids=ids_N[None],
                 position_ids=(steps_N + self.length)[None],
                 past_key_values=self.cache.hf,
                 use_cache=True,
                 **options,
             )
-        taps_NF = torch.cat([captured[tap] for tap in self._taps], dim=-1) if self._taps else None
+        taps_NF = torch.cat([captured[tap][0] for tap in self._taps], dim=-1) if self._taps else None
         return output.logits[0], taps_NF
-
-    @contextmanager
-    def _tapped(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Hooks the tap layers for one forward and collects their outputs [N, hidden]."""
-        captured: dict[int, torch.Tensor] = {}
-
-        def hook_for(tap: int) -> Any:
-            def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                captured[tap] = hidden[0]
-
-            return hook
-
-        handles = [self._target.layers[tap].register_forward_hook(hook_for(tap)) for tap in self._taps]
-        try:
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _tree_masks(self, tree: TreeLayout) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks [1, 1, N, past + N]: one for all layers, or one a layer type where they differ."""
@@ -182,7 +139,7 @@ class TargetSession:
         }
 
     def _tree_mask(self, tree: TreeLayout, window: int | None) -> torch.Tensor:
-        device, dtype = self._target.device, self._target.dtype
+        device, dtype = self.target.device, self.target.dtype
         n_past = self.length if window is None else min(self.length, window - 1)
         visible = torch.ones((tree.depths_N.shape[0], n_past), dtype=torch.bool, device=device)
         square = tree.visible_NN
@@ -194,3 +151,45 @@ class TargetSession:
         allowed = torch.cat([visible, square], dim=1)
         mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
+
+
+def slices_logits(target: LoadedTarget) -> bool:
+    """True if the model can be asked for the logits of the last positions only."""
+    return "logits_to_keep" in inspect.signature(target.model.forward).parameters
+
+
+def require_masks(target: LoadedTarget, what: str, *, mend: str) -> None:
+    """Raises UserError if `what`, a mask of our own making, cannot be given to this target's layers."""
+    kinds = set(getattr(target.text_config, "layer_types", None) or ())
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(
+            f"the target has layers of kind {', '.join(unknown)}, for which {what} is not known",
+            where="decode",
+            mend=mend,
+        )
+    if target.attention not in ("sdpa", "eager"):
+        raise UserError(
+            f"attention backend {target.attention} does not take {what}",
+            where="target.attention",
+            mend="use sdpa or eager",
+        )
+
+
+@contextmanager
+def tapped(target: LoadedTarget, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Hooks the tap layers while it is open, and holds the newest outputs [batch, N, hidden] of each."""
+    captured: dict[int, torch.Tensor] = {}
+
+    def hook_for(tap: int) -> Any:
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            captured[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [target.layers[tap].register_forward_hook(hook_for(tap)) for tap in taps]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -14,11 +14,22 @@ import psutil
 import torch
 
 from draftline.decode.budget import BudgetRule
-from draftline.decode.chain import DraftModel
-from draftline.decode.generation import Generation, Recorder, check_context, device_clock
-from draftline.decode.linear import RoundContext
+from draftline.decode.generation import Generation
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
-from draftline.decode.target_session import TargetSession, TreeLayout
+from draftline.decode.steps import (
+    DraftModel,
+    RoundContext,
+    Session,
+    Steps,
+    Task,
+    TreeLayout,
+    drafted,
+    extended,
+    prefilled,
+    recorder_for,
+    run_steps,
+)
+from draftline.decode.target_session import TargetSession
 from draftline.decode.tree import DraftTree, top_marginals
 from draftline.errors import UserError
 
@@ -26,7 +37,30 @@ if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
 
-@torch.inference_mode()
+def tree_steps(session: Session, drafter: DraftModel, task: Task, budget: BudgetRule) -> Steps:
+    """Decodes with a tree of drafts a round. The session must tap the drafter's layers."""
+    session.refuse_tree()
+    device = session.target.device
+    recorder, sampler = recorder_for(session, task, drafter.block_size), Sampler(task.sampling, device)
+    drafter.start()
+    logits_V, taps_SF = yield from prefilled(task.prompt_ids)
+    recorder.begin(int(sampler.pick(logits_V[None])))
+    while not recorder.done:
+        slots = recorder.slots
+        logits_DV = yield from drafted(drafter, RoundContext(recorder.tokens, taps_SF, slots))
+        tree = budget.grow(top_marginals(logits_DV, budget.largest))
+        ids_N, layout = tree_inputs(tree, recorder.tokens[-1], device)
+        logits_NV, taps_NF = yield from extended(ids_N, layout)
+        own: list[int] = sampler.pick(logits_NV).tolist()
+        path = tree.walk(own)
+        new_tokens = [*(tree.nodes[node - 1].token for node in path[1:]), own[path[-1]]]
+        produced = recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree))
+        session.commit_path(path[:produced])
+        # The drafter's context is the text: features in path order, not in the order the nodes were found.
+        taps_SF = None if taps_NF is None else taps_NF[path[:produced]]
+    return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays)
+
+
 def tree_generate(
     target: LoadedTarget,
     drafter: DraftModel,
@@ -45,37 +79,18 @@ def tree_generate(
     Raises:
         UserError: a target with recurrent layers or an attention backend without arbitrary masks.
     """
-    check_context(target, len(prompt_ids), max_new_tokens)
-    stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
-    recorder = Recorder(prompt_ids, max_new_tokens, stops, drafter.block_size, device_clock(target.device))
-    sampler, session = Sampler(sampling, target.device), TargetSession(target, drafter.taps)
-    session.refuse_tree()
-    drafter.start()
-    logits_V, taps_SF = session.prefill(prompt_ids)
-    recorder.begin(int(sampler.pick(logits_V[None])))
-    while not recorder.done:
-        slots = recorder.slots
-        logits_DV = drafter.block_logits(RoundContext(recorder.tokens, taps_SF, slots))
-        tree = budget.grow(top_marginals(logits_DV, budget.largest))
-        ids_N, layout = tree_inputs(tree, recorder.tokens[-1], target.device)
-        logits_NV, taps_NF = session.extend(ids_N, layout)
-        own: list[int] = sampler.pick(logits_NV).tolist()
-        path = tree.walk(own)
-        new_tokens = [*(tree.nodes[node - 1].token for node in path[1:]), own[path[-1]]]
-        produced = recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree))
-        session.commit_path(path[:produced])
-        # The drafter's context is the text: features in path order, not in the order the nodes were found.
-        taps_SF = None if taps_NF is None else taps_NF[path[:produced]]
-    return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays)
+    session = TargetSession(target, drafter.taps)
+    task = Task(prompt_ids, max_new_tokens, stop_token_ids, sampling)
+    return run_steps(session, tree_steps(session, drafter, task, budget))
 
 
-def check_tree_memory(target: LoadedTarget, budget: int, context_tokens: int) -> None:
-    """Raises UserError if verifying a tree of `budget` drafts cannot fit beside what is loaded.
+def check_tree_memory(target: LoadedTarget, budget: int, context_tokens: int, *, rows: int = 1) -> None:
+    """Raises UserError if verifying trees of `budget` drafts, of `rows` prompts at once, cannot fit beside the rest.
 
     Counted are the logits of all nodes (as computed, and in fp32 twice for sampling) and the ancestor mask.
     """
     nodes, size = budget + 1, target.dtype.itemsize
-    needed_bytes = nodes * (target.vocab_size * (size + 8) + (context_tokens + nodes) * size)
+    needed_bytes = rows * nodes * (target.vocab_size * (size + 8) + (context_tokens + nodes) * size)
     if target.device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(target.device)[0]
     else:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftline.decode.budget import BudgetRule
-from draftline.decode.chain import DraftModel
 from draftline.decode.generation import Generation, Recorder
-from draftline.decode.linear import RoundContext
+from draftline.decode.steps import DraftModel, RoundContext
 from draftline.decode.target_session import TargetSession
 from draftline.decode.tree import top_marginals
 

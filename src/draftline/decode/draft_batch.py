@@ -1,0 +1,114 @@
+"""Blocks of several prompts drafted in one forward of the drafter.
+
+The drafter's layers work on flat tokens, so the tokens of all prompts go through them end to end; only attention is
+computed prompt by prompt, over each one's own context. Same numbers as one block at a time, up to rounding.
+
+Shape letters: P prompts, S new context tokens of one, B its slots, H hidden size, N query and M key/value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from draftline.decode.chain import BoundDrafter
+from draftline.decode.steps import Draft, RoundContext
+from draftline.drafter.attention import Attend, KeyValue, masked_attention
+from draftline.drafter.masks import MaskRule, mask_rule
+from draftline.drafter.model import Drafter, DrafterCache, DrafterLayer
+
+
+def draft_together(requests: Sequence[Draft]) -> list[torch.Tensor]:
+    """Logits [K, V] for each request, in order; drafters other than `BoundDrafter`s are asked one by one."""
+    bound = [request.drafter for request in requests if isinstance(request.drafter, BoundDrafter)]
+    if len(bound) < len(requests) or any(one.drafter is not bound[0].drafter for one in bound):
+        return [request.drafter.block_logits(request.context) for request in requests]
+    contexts = [request.context for request in requests]
+    sizes = [context.slots for context in contexts]
+    ids_Q = torch.cat([one.block_ids(context) for one, context in zip(bound, contexts, strict=True)])
+    hidden_QH = _forward_blocks(bound[0].drafter, bound[0].embed(ids_Q), contexts, [_cache_of(one) for one in bound])
+    drafted = torch.cat([hidden[1:] for hidden in hidden_QH.split(sizes)])
+    return list(bound[0].head(drafted).split([size - 1 for size in sizes]))
+
+
+def block_visibility(rule: MaskRule, start: torch.Tensor, slots_B: torch.Tensor, keys_C: torch.Tensor) -> torch.Tensor:
+    """bool [B, C + B]: what each slot of the block at position `start` sees of context columns and of the block."""
+    context = rule.context(start, slots_B[:, None], keys_C)
+    return torch.cat((context, rule.block(slots_B[:, None], slots_B)), dim=-1)
+
+
+def layers_of(drafter: Drafter) -> list[DrafterLayer]:
+    return cast("list[DrafterLayer]", list(drafter.layers))
+
+
+def _cache_of(one: BoundDrafter) -> DrafterCache:
+    assert one.cache is not None, "block_logits before start"
+    return one.cache
+
+
+@torch.no_grad()
+def _forward_blocks(
+    drafter: Drafter, x_QH: torch.Tensor, contexts: Sequence[RoundContext], caches: Sequence[DrafterCache]
+) -> torch.Tensor:
+    """Hidden states behind the final norm of all blocks end to end; extends each prompt's context first."""
+    _extend_caches(drafter, contexts, caches)
+    slots = [torch.arange(context.slots, device=x_QH.device) for context in contexts]
+    positions_Q = torch.cat([slots_B + context.start for slots_B, context in zip(slots, contexts, strict=True)])
+    rope_Q = drafter.rotary_emb(positions_Q, x_QH.dtype)
+    sizes = [context.slots for context in contexts]
+    rules = {kind: mask_rule(drafter.spec, kind) for kind in set(drafter.spec.layer_types)}
+    visible = {
+        kind: [_visible(rule, context.start, slots_B) for context, slots_B in zip(contexts, slots, strict=True)]
+        for kind, rule in rules.items()
+    }
+    for index, kind in enumerate(drafter.spec.layer_types):
+        held = [
+            cache.read(index, rules[kind].context_floor(context.start), context.start)
+            for context, cache in zip(contexts, caches, strict=True)
+        ]
+        x_QH = layers_of(drafter)[index](x_QH, rope_Q, _attend_each(held, visible[kind], sizes))
+    return drafter.norm(x_QH)
+
+
+def _visible(rule: MaskRule, start: int, slots_B: torch.Tensor) -> torch.Tensor | None:
+    if rule.window is None and not rule.causal:
+        return None
+    device = slots_B.device
+    keys_C = torch.arange(rule.context_floor(start), start, device=device)
+    return block_visibility(rule, torch.tensor(start, device=device), slots_B, keys_C)
+
+
+def _extend_caches(drafter: Drafter, contexts: Sequence[RoundContext], caches: Sequence[DrafterCache]) -> None:
+    new_taps = [context.new_taps_SF for context in contexts if context.new_taps_SF is not None]
+    assert len(new_taps) == len(contexts), "a drafter needs tap features"
+    sizes = [taps_SF.shape[0] for taps_SF in new_taps]
+    context_TH = drafter.context(torch.cat(new_taps))
+    positions = [
+        torch.arange(cache.length, cache.length + size, device=context_TH.device)
+        for cache, size in zip(caches, sizes, strict=True)
+    ]
+    rope_T = drafter.rotary_emb(torch.cat(positions), context_TH.dtype)
+    for index, layer in enumerate(layers_of(drafter)):
+        k_TMD, v_TMD = layer.self_attn.key_value(context_TH, rope_T)
+        for cache, k_SMD, v_SMD in zip(caches, k_TMD.split(sizes), v_TMD.split(sizes), strict=True):
+            cache.write(index, k_SMD, v_SMD)
+    for cache, size, context in zip(caches, sizes, contexts, strict=True):
+        cache.advance(size)
+        if cache.length != context.start:
+            raise ValueError(f"the cache holds {cache.length} context tokens, the block starts at {context.start}")
+
+
+def _attend_each(held: Sequence[KeyValue], visible: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Attend:
+    def attend_to(q_QND: torch.Tensor, k_QMD: torch.Tensor, v_QMD: torch.Tensor) -> torch.Tensor:
+        blocks = zip(q_QND.split(sizes), k_QMD.split(sizes), v_QMD.split(sizes), held, visible, strict=True)
+        return torch.cat(
+            [
+                masked_attention(q, torch.cat((context[0], k)), torch.cat((context[1], v)), seen)
+                for q, k, v, context, seen in blocks
+            ]
+        )
+
+    return attend_to

@@ -1,0 +1,189 @@
+"""Decoding one prompt, told as a sequence of requests, so that the same code decodes one prompt or many together.
+
+A method (plain, chain, tree) is a generator: it asks for forwards of the target and of the drafter, gets their results
+back, and returns the finished `Generation`. Who answers decides how: `run_steps` serves one prompt, `decode_together`
+(batch.py) collects the requests of several prompts and answers them with one padded forward.
+
+Shape letters: N tokens of a forward, V vocabulary, S new context tokens, F tap features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from draftline.decode.generation import Generation, Recorder, check_context
+from draftline.decode.sampling import GREEDY, Sampling
+
+if TYPE_CHECKING:
+    from draftline.target.load import LoadedTarget
+
+# Logits and tap features of a forward; None where no layer is tapped.
+Forwarded = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt to be continued.
+
+    Attributes:
+        prompt_ids: at least one token.
+        max_new_tokens: most new tokens, the prefill's included.
+        stop_token_ids: tokens that end the text; None takes the target's own.
+        sampling: rule for the next token.
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    stop_token_ids: Collection[int] | None = None
+    sampling: Sampling = GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """How the tokens of one forward hang together: token 0 is the root, the others are drafts below it.
+
+    Attributes:
+        depths_N: distance from the root; the position of token i is the root's plus its depth.
+        visible_NN: True where token i may see token j: its ancestors and itself.
+    """
+
+    depths_N: torch.Tensor
+    visible_NN: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundContext:
+    """What a source of drafts may look at.
+
+    Attributes:
+        tokens: prompt and committed text; the last one is slot 0 of the block.
+        new_taps_SF: tap features of the tokens that the target has seen since the last round (the prompt at first),
+            in order; None if the source asked for no taps.
+        slots: slots of the block, slot 0 included.
+    """
+
+    tokens: Sequence[int]
+    new_taps_SF: torch.Tensor | None
+    slots: int
+
+    @property
+    def start(self) -> int:
+        """Position of slot 0."""
+        return len(self.tokens) - 1
+
+
+class DraftModel(Protocol):
+    """What chain and tree decoding ask of a drafter. One object serves one prompt at a time."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def start(self) -> None:
+        """Forgets the last prompt."""
+
+    def block_logits(self, context: RoundContext) -> torch.Tensor:
+        """Logits [K, V] of slots 1..K of the next block, K = context.slots - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run and commit the prompt. Answer: logits [V] behind its last token, tap features [N, F] of all of it."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Run tokens behind the committed ones. Answer: logits [N, V] and tap features [N, F]."""
+
+    ids_N: torch.Tensor
+    tree: TreeLayout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft the next block. Answer: logits [K, V]."""
+
+    drafter: DraftModel
+    context: RoundContext
+
+
+Request = Prefill | Extend | Draft
+Steps = Generator[Request, Any, Generation]
+
+
+class Session(Protocol):
+    """Decoding state of one prompt inside the target, as a method sees it."""
+
+    n_forwards: int
+    n_replays: int
+
+    @property
+    def target(self) -> LoadedTarget: ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds; constant where one prompt's time cannot be told from the others'."""
+
+    def refuse_tree(self) -> None:
+        """Raises UserError if this target cannot verify a tree in one forward."""
+
+    def commit(self, n_kept: int) -> None:
+        """Keeps the first `n_kept` tokens of the last `Extend`; the others leave no trace."""
+
+    def commit_path(self, path: Sequence[int]) -> None:
+        """Keeps the tokens of index `path` (rising) of the last `Extend`, in that order."""
+
+
+class SoloSession(Session, Protocol):
+    """A session that runs its forwards itself."""
+
+    def prefill(self, ids: Sequence[int]) -> Forwarded: ...
+
+    def extend(self, ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Forwarded: ...
+
+
+def recorder_for(session: Session, task: Task, block_size: int) -> Recorder:
+    """The bookkeeping of a task. Raises UserError if it does not fit the target's context."""
+    check_context(session.target, len(task.prompt_ids), task.max_new_tokens)
+    stops = session.target.stop_token_ids if task.stop_token_ids is None else task.stop_token_ids
+    return Recorder(task.prompt_ids, task.max_new_tokens, stops, block_size, session.clock)
+
+
+def prefilled(ids: Sequence[int]) -> Generator[Request, Any, Forwarded]:
+    """Asks for the prefill."""
+    return cast("Forwarded", (yield Prefill(ids)))
+
+
+def extended(ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Generator[Request, Any, Forwarded]:
+    """Asks for a forward behind the committed text."""
+    return cast("Forwarded", (yield Extend(ids_N, tree)))
+
+
+def drafted(drafter: DraftModel, context: RoundContext) -> Generator[Request, Any, torch.Tensor]:
+    """Asks for a block's logits [K, V]."""
+    return cast("torch.Tensor", (yield Draft(drafter, context)))
+
+
+@torch.inference_mode()
+def run_steps(session: SoloSession, steps: Steps) -> Generation:
+    """Answers each request at once: one prompt, one forward at a time."""
+    reply: Any = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as end:
+            return cast("Generation", end.value)
+        if isinstance(request, Prefill):
+            reply = session.prefill(request.ids)
+        elif isinstance(request, Extend):
+            reply = session.extend(request.ids_N, request.tree)
+        else:
+            reply = request.drafter.block_logits(request.context)
