@@ -148,7 +148,7 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_target(context: DoctorContext) -> Iterator[Finding]:
-    """The target's configuration can be read, and its weights would fit on the named devices."""
+    """The target's configuration can be read, its weights are there and whole, and they fit on the named devices."""
     if context.target is None:
         return
     from draftline.target.facts import target_facts
@@ -162,6 +162,7 @@ def check_target(context: DoctorContext) -> Iterator[Finding]:
     )
     if facts.num_layers < 4:
         yield Finding("warn", f"{facts.num_layers} layers are few to tap", "name the taps yourself (drafter.taps)")
+    yield from _weights(context.target, context.devices)
 
 
 def check_run(context: DoctorContext) -> Iterator[Finding]:
@@ -201,6 +202,44 @@ def _gguf_reader(*, needed: bool) -> Finding:
         f".gguf targets cannot be read: {' and '.join(missing)} missing",
         "pip install 'draftline[gguf]'",
     )
+
+
+def _weights(target: TargetConfig, devices: Sequence[str]) -> Iterator[Finding]:
+    """Headers and lengths of the weight files; whether every weight is right, the self-test of a run tells."""
+    from draftline.target.size import target_size
+    from draftline.target.weights import weight_files
+
+    found = weight_files(target)
+    if not found.files:
+        yield Finding("warn", "the weights are not on this machine", "they will be fetched when they are first used")
+        return
+    needed = target_size(target).parameters
+    size = f"{len(found.files)} weight files, {_gib(found.n_bytes)}"
+    if found.elements is not None and found.elements < needed and not _is_packed(target):
+        what = f"{size}: {found.elements} of the model's {needed} parameters"
+        yield Finding("fail", what, "weights are missing; give the complete model")
+        return
+    yield Finding("ok", f"{size}, all whole")
+    yield from _fits(target, needed, devices)
+
+
+def _is_packed(target: TargetConfig) -> bool:
+    """Quantized checkpoints keep several weights in one number."""
+    from draftline.target.facts import load_hf_config
+
+    return getattr(load_hf_config(target), "quantization_config", None) is not None
+
+
+def _fits(target: TargetConfig, parameters: int, devices: Sequence[str]) -> Iterator[Finding]:
+    for name in dict.fromkeys(resolve_devices(devices)):
+        dtype = target.dtype if target.dtype != "auto" else "float32" if name == "cpu" else "bfloat16"
+        n_bytes = parameters * (4 if dtype == "float32" else 2)
+        free, _ = device_memory_bytes(name)
+        what = f"the target needs {_gib(n_bytes)} in {dtype} on {name}, {_gib(free)} are free"
+        if n_bytes > free:
+            yield Finding("fail", what, "use a smaller dtype, another device, or a smaller target")
+        else:
+            yield Finding("ok", what)
 
 
 def _cpu_device() -> Finding:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftline import doctor as doctor_module
@@ -20,6 +22,7 @@ from draftline.doctor import (
     check_data,
     check_devices,
     check_environment,
+    check_target,
     doctor_command,
     exit_code,
     plain_lines,
@@ -27,6 +30,7 @@ from draftline.doctor import (
     run_doctor,
 )
 from draftline.errors import UserError
+from draftline.target.weights import weight_files
 
 
 def write_data(folder: Path, tokenizer: Any, *, supervised: int = 30, cut: int = 1) -> Path:
@@ -175,3 +179,88 @@ def test_the_command_ends_with_1_only_if_something_failed(
     assert "hidden size 64" in capsys.readouterr().out
     assert doctor_command(target=None, data=tmp_path / "nowhere", devices=["cpu"]) == 1
     assert "prepare" in capsys.readouterr().out
+
+
+# ---- weights of the target
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_a_layer(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if ".layers.2." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def index_of(name: str) -> Any:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+
+    return write
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+DAMAGE = {
+    "cut off": (cut, "is not a whole safetensors file"),
+    "a layer less": (lose_a_layer, "of the model's"),
+    "a file less": (index_of("model-2.safetensors"), "1 weight files are missing, first model-2.safetensors"),
+    "a file elsewhere": (index_of("../model.safetensors"), "no safetensors file of its folder"),
+    "pickled": (pickled, "pickled weights only (pytorch_model.bin)"),
+    "none": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+}
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_target_dir, tmp_path / "target")
+
+
+def examine(target: Path) -> list[Finding]:
+    context = DoctorContext(target=TargetConfig(model=str(target)), devices=("cpu",))
+    return run_doctor(context, [("target", check_target)])
+
+
+def test_weights_that_are_whole_and_fit_are_told_with_their_size(target: Path) -> None:
+    findings = examine(target)
+    assert levels(findings) == {"ok"}
+    assert "1 weight files" in findings[1].what and "float32 on cpu" in findings[2].what
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_weights_that_cannot_be_used_are_found_without_loading_them(target: Path, what: str) -> None:
+    damage, words = DAMAGE[what]
+    damage(target)
+    failed = [finding for finding in examine(target) if finding.level == "fail"]
+    assert len(failed) == 1 and words in failed[0].what and failed[0].mend
+
+
+def test_weights_that_do_not_fit_are_told_with_the_numbers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "device_memory_bytes", lambda name: (1000, 2000))
+    assert [f.level for f in examine(target)] == ["ok", "ok", "fail"]
+
+
+def test_a_gguf_file_that_is_cut_off_is_found(tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+
+    file = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(file, "llama")
+    for name in ("a", "b"):
+        writer.add_tensor(name, np.ones((64, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = TargetConfig(model=str(file))
+    assert weight_files(config).n_bytes == file.stat().st_size
+    for n_bytes in (file.stat().st_size - 8000, 100, 0):
+        file.write_bytes(file.read_bytes()[:n_bytes])
+        with pytest.raises(UserError, match=r"gguf.*fetch it again"):
+            weight_files(config)
