@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from draftline import __version__, cli_data, cli_regenerate
-from draftline.cli_data import Device, Target, TrustCode
+from draftline import __version__, cli_data, cli_eval, cli_export, cli_regenerate
 from draftline.errors import DraftlineError
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
@@ -88,84 +87,12 @@ def train(
     _print_lines(result.summary_lines())
 
 
-@app.command(name="eval")
-def evaluate(
-    target: Target,
-    prompts: Annotated[list[Path], typer.Option("--prompts", "-p", help="JSONL file of prompts; may be repeated.")],
-    drafter: Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")] = None,
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ...")
-    ] = "plain,lookup,chain",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")] = None,
-    device: Device = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the report.")] = None,
-    seed: int = 0,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Measure acceptance length by real decoding, beside plain decoding and prompt lookup."""
-    from draftline.config.schema import TargetConfig
-    from draftline.data.storage import require_writable_file
-    from draftline.devices import resolve_devices
-    from draftline.evaluate.command import evaluate_files
-
-    if output is not None:
-        require_writable_file(output)
-    report = evaluate_files(
-        TargetConfig(model=target, trust_remote_code=trust_remote_code),
-        drafter or [],
-        prompts,
-        methods=methods.split(","),
-        max_new_tokens=max_new_tokens,
-        limit=limit,
-        device=resolve_devices([device])[0],
-        seed=seed,
-    )
-    report.print()
-    if output is not None:
-        report.write(output)
-        typer.echo(f"report: {output}")
+app.command(name="eval")(cli_eval.evaluate)
 
 
-@app.command()
-def export(
-    source: Annotated[
-        Path | None, typer.Argument(help="Run folder (its last whole checkpoint), or an export to convert.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; must not exist.")] = None,
-    form: Annotated[str | None, typer.Option("--format", help="zlab (dflash, vLLM, SGLang) or speculators.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    target: Annotated[
-        str | None, typer.Option("--target", help="Target as servers find it: hub id or folder. Default: the run's.")
-    ] = None,
-    report: Annotated[list[Path] | None, typer.Option(help="Report of `eval --output`, told in README.md.")] = None,
-    check: Annotated[
-        Path | None, typer.Option("--check", help="Look an export over for what servers would do otherwise.")
-    ] = None,
-    server: Annotated[list[str] | None, typer.Option(help="With --check: dflash, vllm or sglang.")] = None,
-) -> None:
-    """Write a drafter in a format that servers load, or check one."""
-    from draftline.pipeline.exporting import check_command, export_command
-
-    if check is not None:
-        lines, good = check_command(check, form=form, servers=server or [], target=target)
-        _print_lines(lines)
-        raise typer.Exit(0 if good else 2)
-    _print_lines(export_command(source, output, form=form, dtype=dtype, target=target, reports=report or []))
-
-
-@app.command(name="import")
-def import_(
-    checkpoint: Annotated[Path, typer.Argument(help="DFlash drafter in z-lab's or speculators' format.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
-    target: Annotated[
-        str | None, typer.Option("--target", help="Its target; speculators' format does not tell its layers.")
-    ] = None,
-) -> None:
-    """Take over a drafter of others, to train it further."""
-    from draftline.pipeline.exporting import import_command
-
-    _print_lines(import_command(checkpoint, output, target=target))
+app.command()(cli_export.capture)
+app.command()(cli_export.export)
+app.command(name="import")(cli_export.import_)
 
 
 @app.command()

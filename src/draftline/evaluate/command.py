@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftline.config.schema import TargetConfig
-from draftline.decode.sampling import GREEDY, Sampling
+from draftline.data.conversations import Tally
 from draftline.errors import UserError
+from draftline.evaluate.entries import Decoding
 from draftline.evaluate.methods import parse_methods
 from draftline.evaluate.prompts import EvalPrompt, load_prompt_set
 from draftline.evaluate.report import EvalReport
+from draftline.evaluate.runner import ONE_AT_A_TIME, evaluate
 from draftline.evaluate.runner import Progress as Report
-from draftline.evaluate.runner import evaluate
+from draftline.pipeline.choice import NEWEST, choose_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -35,31 +38,41 @@ def evaluate_files(
     limit: int | None = None,
     device: str = "cpu",
     seed: int = 0,
-    sampling: Sampling = GREEDY,
+    decoding: Decoding = ONE_AT_A_TIME,
     names: Sequence[str] | None = None,
+    checkpoint: str = NEWEST,
+    skip_bad_rows: bool = False,
 ) -> EvalReport:
     """Loads everything and evaluates, with a progress bar on a terminal.
 
     Args:
         target: the frozen model.
-        drafters: exports in z-lab's format, or run folders of ours (the newest checkpoint counts).
+        drafters: exports in z-lab's or speculators' format, or run folders of ours.
         prompts: JSONL files, or `builtin`.
         limit: only the first prompts of each file.
-        names: names of the drafters in the report; None makes them from the paths. Others as in `evaluate`.
+        names: names of the drafters in the report; None makes them from the paths.
+        checkpoint: of run folders: `newest`, `best` or the number of a round.
+        skip_bad_rows: leave bad rows of the prompt files out, instead of refusing them. Others as in `evaluate`.
 
     Raises:
         UserError: see `evaluate`; files that cannot be read; a tokenizer with more tokens than the target.
     """
+    from draftline.target.facts import target_facts
     from draftline.target.load import load_target, load_tokenizer, masked_attention
 
     # A mistake in the methods should not wait for the weights.
-    if any(method.is_tree for method in parse_methods(methods)) and target.attention == "auto":
-        # The automatic choice may be a backend that takes no ancestor mask.
+    own_masks = any(method.is_tree for method in parse_methods(methods))
+    own_masks = own_masks or decoding.batch > 1 or decoding.compile != "off"
+    if own_masks and target.attention == "auto":
+        # The automatic choice may be a backend that takes no masks of ours.
         target = target.model_copy(update={"attention": masked_attention(target)})
-    for path in drafters:
-        check_drafter(path)
+    sources = [find_drafter(path, checkpoint) for path in drafters]
+    layers = target_facts(target).num_layers if drafters else None
+    for source in sources:
+        source.check(num_target_layers=layers)
     tokenizer = load_tokenizer(target)
-    sets = _prompt_sets(prompts, tokenizer, limit)
+    tally = Tally(skip_bad_rows=skip_bad_rows)
+    sets = _prompt_sets(prompts, tokenizer, limit, tally, target.chat_template_kwargs)
     loaded = load_target(target, device, tokenizer=tokenizer)
     if len(tokenizer) > loaded.vocab_size:
         raise UserError(
@@ -69,46 +82,91 @@ def evaluate_files(
         )
     chosen = names or _names(drafters)
     by_name = {
-        name: load_drafter(path, loaded.device, loaded.dtype) for name, path in zip(chosen, drafters, strict=True)
+        name: source.load(loaded.device, loaded.dtype, num_target_layers=layers)
+        for name, source in zip(chosen, sources, strict=True)
     }
     with progress_bar() as progress:
-        return evaluate(
+        report = evaluate(
             loaded,
             by_name,
             sets,
             methods=methods,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            sampling=sampling,
+            decoding=decoding,
             progress=progress,
         )
+    used = {name: source.facts() for name, source in zip(chosen, sources, strict=True)}
+    drafters_used = {name: facts | used.get(name, {}) for name, facts in report.drafters.items()}
+    return report.model_copy(update={"drafters": drafters_used, "warnings": [*report.warnings, *_left_out(tally)]})
 
 
-def check_drafter(path: Path) -> None:
-    """Refuses (UserError) what is no drafter, by its small files alone: before the target is loaded."""
-    from draftline.export.zlab import read_spec
-    from draftline.pipeline.checkpoint import list_checkpoints
+@dataclass(frozen=True, slots=True)
+class DrafterSource:
+    """A drafter on disk.
 
+    Attributes:
+        path: as given: an export, or a run folder.
+        folder: what is read: an export, or a checkpoint of the run.
+        label: which checkpoint of a run; None for an export.
+    """
+
+    path: Path
+    folder: Path
+    label: str | None
+
+    @property
+    def is_export(self) -> bool:
+        return (self.folder / "config.json").is_file()
+
+    def check(self, *, num_target_layers: int | None = None) -> None:
+        """Refuses (UserError) what is no drafter, by its small files alone: before the target is loaded."""
+        from draftline.export.formats import read_drafter_spec
+
+        if self.is_export:
+            read_drafter_spec(self.folder, num_target_layers=num_target_layers)
+
+    def load(self, device: torch.device | str, dtype: torch.dtype, *, num_target_layers: int | None = None) -> Drafter:
+        """The drafter in evaluation mode.
+
+        Args:
+            num_target_layers: of the target; speculators' format does not tell it.
+        """
+        from draftline.export.formats import load_drafter_export
+        from draftline.pipeline.exporting import drafter_of_checkpoint
+
+        if self.is_export:
+            return load_drafter_export(self.folder, device, dtype, num_target_layers=num_target_layers)
+        return drafter_of_checkpoint(self.folder).to(device=device, dtype=dtype).eval()
+
+    def facts(self) -> dict[str, str]:
+        """For the report."""
+        named = {"path": str(self.path)}
+        return named if self.label is None else named | {"checkpoint": self.label}
+
+
+def find_drafter(path: Path, checkpoint: str = NEWEST) -> DrafterSource:
+    """A drafter from an export of any format (config.json in it), or from a checkpoint of a run folder.
+
+    Raises:
+        UserError: no such folder, or no such checkpoint in it.
+    """
     path = Path(path).expanduser()
     if not path.is_dir():
         raise UserError("no such folder", where=str(path), mend="give an export or a run folder")
     if (path / "config.json").is_file():
-        read_spec(path)
-    elif not list_checkpoints(path):
-        raise UserError("holds no checkpoint", where=str(path), mend="give an export or the output of a training run")
+        if checkpoint != NEWEST:
+            raise UserError("is an export, which holds one drafter", where=str(path), mend="leave --checkpoint out")
+        return DrafterSource(path, path, None)
+    choice = choose_checkpoint(path, checkpoint)
+    return DrafterSource(path, choice.folder, choice.label)
 
 
 def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
-    """A drafter from an export (config.json in it), or from the newest whole checkpoint of a run folder."""
-    from draftline.export.zlab import load_export
-
-    check_drafter(path)
-    path = Path(path).expanduser()
-    if (path / "config.json").is_file():
-        return load_export(path, device, dtype)
-    from draftline.pipeline.exporting import drafter_of_run
-
-    return drafter_of_run(path).to(device=device, dtype=dtype).eval()
+    """A drafter from an export, or from the newest whole checkpoint of a run folder."""
+    source = find_drafter(path)
+    source.check()
+    return source.load(device, dtype)
 
 
 @contextmanager
@@ -136,14 +194,27 @@ def _plain_progress(console: Console) -> Report:
     return report
 
 
-def _prompt_sets(prompts: Sequence[str | Path], tokenizer: object, limit: int | None) -> dict[str, list[EvalPrompt]]:
+def _prompt_sets(
+    prompts: Sequence[str | Path],
+    tokenizer: object,
+    limit: int | None,
+    tally: Tally,
+    template_kwargs: Mapping[str, Any],
+) -> dict[str, list[EvalPrompt]]:
     sets: dict[str, list[EvalPrompt]] = {}
     for source in prompts:
         name = Path(source).stem
         if name in sets:
             raise UserError(f"two prompt sets are called {name}", where=str(source), mend="rename one of the files")
-        sets[name] = load_prompt_set(source, tokenizer, limit=limit)
+        sets[name] = load_prompt_set(source, tokenizer, limit=limit, tally=tally, template_kwargs=template_kwargs)
     return sets
+
+
+def _left_out(tally: Tally) -> list[str]:
+    if not tally.n_rejected:
+        return []
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(tally.rejected.items()))
+    return [f"{tally.n_rejected} rows of the prompt files were left out ({reasons}); first: {tally.first_bad}"]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -39,7 +39,7 @@ def load_prompt_set(
     tokenizer: Any,
     *,
     limit: int | None = None,
-    skip_bad_rows: bool = False,
+    tally: Tally | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[EvalPrompt]:
     """Reads conversations; a last assistant turn is dropped, and what is before it is asked again.
@@ -48,7 +48,7 @@ def load_prompt_set(
         source: JSONL file of conversations or prompts, or `builtin`.
         tokenizer: the target's, with its chat template.
         limit: only the first so many.
-        skip_bad_rows: leave bad rows out instead of refusing them.
+        tally: counts rows, and says whether bad ones are left out; None refuses them.
         template_kwargs: passed to the chat template, as when the data was prepared.
 
     Raises:
@@ -56,7 +56,7 @@ def load_prompt_set(
     """
     path = builtin_prompts() if str(source) == BUILTIN_SOURCE else Path(source)
     template = ChatTemplate(tokenizer, template_kwargs=template_kwargs)
-    labels, tally = _labels(path), Tally(skip_bad_rows=skip_bad_rows)
+    labels, tally = _labels(path), Tally(skip_bad_rows=False) if tally is None else tally
     prompts: list[EvalPrompt] = []
     for row in read_conversations([str(path)], tally):
         if limit is not None and len(prompts) >= limit:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftline.data.storage import require_writable_file, write_text_atomic
 from draftline.decode.generation import TAU_DEFINITION
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ALL_SETS = "all"
 
 
@@ -24,7 +24,10 @@ class _Data(BaseModel):
 
 
 class PromptResult(_Data):
-    """One prompt under one method. `tokens` were committed in `rounds`; the prefill's token is not among them."""
+    """One prompt under one method. `tokens` were committed in `rounds`; the prefill's token is not among them.
+
+    Seconds are 0 for a prompt that was decoded in a batch, or only counted along a text.
+    """
 
     prompt_id: str
     prompt_set: str
@@ -80,7 +83,10 @@ class MethodResult(_Data):
         drafted_by_position, accepted_by_position: index 0 is slot 1 of the block (depth 1 of a tree).
         full_block_share: share of unclipped rounds in which every slot was accepted.
         mean_tree_nodes: drafts verified a round, the root not counted.
+        timed_prompts: prompts decoded one at a time; prefill_s, decode_s, tokens_per_s and speedup are of these alone.
         tokens_per_s: output tokens by decoding seconds, prefill left out. speedup: against plain in the same run.
+        speedup_interval: by prompt.
+        batch_tokens_per_s: output tokens of all prompts by the seconds of their batches, prefills included.
     """
 
     prompt_set: str
@@ -99,10 +105,13 @@ class MethodResult(_Data):
     accepted_by_position: list[int]
     full_block_share: float | None
     mean_tree_nodes: float | None
+    timed_prompts: int
     prefill_s: float
     decode_s: float
     tokens_per_s: float | None
     speedup: float | None
+    speedup_interval: tuple[float, float] | None
+    batch_tokens_per_s: float | None
     equality: Equality | None
     groups: list[GroupResult]
     prompts: list[PromptResult]
@@ -121,6 +130,24 @@ class Comparison(_Data):
     prompts_needed: int | None
 
 
+class TreeRounds(_Data):
+    """A tree grown from the very blocks that the chain drafted, both walked along the target's greedy text.
+
+    Attributes:
+        rounds: those of the chain. chain_tokens, tree_tokens: committed in them, the target's own counted.
+        rounds_with_chain: rounds whose tree holds every draft of the chain.
+        rounds_below_chain: those among them in which the tree accepts fewer drafts. Not 0: a fault of the code.
+    """
+
+    drafter: str
+    method: str
+    rounds: int
+    chain_tokens: int
+    tree_tokens: int
+    rounds_with_chain: int
+    rounds_below_chain: int
+
+
 class EvalReport(_Data):
     """Results, and all that must be known to repeat them."""
 
@@ -132,6 +159,7 @@ class EvalReport(_Data):
     versions: dict[str, str]
     results: list[MethodResult]
     comparisons: list[Comparison]
+    tree_rounds: list[TreeRounds]
     warnings: list[str]
 
     def find(self, method: str, drafter: str | None = None, prompt_set: str = ALL_SETS) -> MethodResult:
@@ -151,6 +179,11 @@ class EvalReport(_Data):
         return sum(
             len(r.equality.divergences) for r in self.results if r.equality is not None and r.prompt_set == ALL_SETS
         )
+
+    @property
+    def rounds_below_chain(self) -> int:
+        """Rounds in which a tree that holds the chain accepted less: 0 unless decoding is broken."""
+        return sum(found.rounds_below_chain for found in self.tree_rounds)
 
     def write(self, path: Path) -> None:
         """JSON file, replaced as a whole; folders are made. Raises UserError if it cannot be written."""

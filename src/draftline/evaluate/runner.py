@@ -1,81 +1,88 @@
-"""Runs an evaluation: every method on every prompt, one prompt at a time, methods in turn on each prompt.
+"""Runs an evaluation: every method on every prompt.
 
-Taking turns spreads a machine's ups and downs evenly over the methods, so that their times can be compared.
+One prompt at a time, methods take turns on each prompt: that spreads a machine's ups and downs evenly over them, so
+that their times can be compared. With a batch the prompts of one method are decoded together, which is faster and
+gives the same texts and acceptance lengths; times then come from a few prompts decoded once more one at a time.
 """
 
 from __future__ import annotations
 
-import platform
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 
-from draftline import __version__
-from draftline.decode.budget import AdaptiveBudget, BudgetRule, FixedBudget
-from draftline.decode.chain import BoundDrafter, DraftModel, chain_generate
-from draftline.decode.cost import measure_cost_curve
-from draftline.decode.generation import Generation, check_context
-from draftline.decode.lookup import lookup_generate
-from draftline.decode.plain import plain_generate
-from draftline.decode.sampling import GREEDY, Sampling
-from draftline.decode.tree_generate import check_tree_memory, tree_generate
+from draftline.decode.batch import BatchedTarget, RowSession, decode_together, require_rows
+from draftline.decode.generation import Generation, check_context, device_clock
+from draftline.decode.sampling import Sampling
+from draftline.decode.steps import DraftModel, Steps, Task, run_steps
+from draftline.decode.tree_generate import check_tree_memory
 from draftline.decode.tree_replay import tree_replay
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
+from draftline.evaluate.entries import LOOKUP_BLOCK, Decoding, Entry, bind, build_entries, widths_of
+from draftline.evaluate.facts import drafter_facts, dtype_name, mask_token_warnings, settings, target_facts, versions
 from draftline.evaluate.methods import Method, parse_methods
 from draftline.evaluate.prompts import EvalPrompt, check_prompts
-from draftline.evaluate.report import ALL_SETS, Comparison, EvalReport, MethodResult
+from draftline.evaluate.report import ALL_SETS, Comparison, EvalReport, MethodResult, TreeRounds
+from draftline.evaluate.rounds import tree_rounds
+from draftline.evaluate.solo import Sessions
 from draftline.evaluate.stats import paired_difference
-from draftline.evaluate.summary import Case, Sample, machine_eps, summarise
+from draftline.evaluate.summary import Case, Sample, compare_outputs, machine_eps, summarise
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
-LOOKUP_BLOCK = 16
 WARM_UP_TOKENS = 4
 # called with (generations done, generations in all, what is decoded now)
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One line of the evaluation: a method, with a drafter where it needs one."""
-
-    method: Method
-    drafter_name: str | None
-    replayed: bool
-    drafter: DraftModel | None
-    budget: BudgetRule | None
+Key = tuple[str, str | None]
+ONE_AT_A_TIME = Decoding()
 
 
 @dataclass(slots=True)
 class _Run:
-    """What all generations of an evaluation share."""
+    """What all generations of an evaluation share.
+
+    Attributes:
+        samples: what is reported, by entry, in the order of the prompts.
+        timed: those that were decoded one at a time; the same as `samples` without a batch.
+        batch_s: seconds of all of an entry's batches.
+    """
 
     target: LoadedTarget
+    sessions: Sessions
     max_new_tokens: int
-    sampling: Sampling
-    samples: dict[tuple[str, str | None], list[Sample]] = field(default_factory=dict)
+    decoding: Decoding
+    seed: int
+    samples: dict[Key, list[Sample]] = field(default_factory=dict)
+    timed: dict[Key, list[Sample]] = field(default_factory=dict)
+    batch_s: dict[Key, float] = field(default_factory=dict)
 
-    def generate(self, entry: _Entry, prompt_ids: Sequence[int], plain: Generation | None) -> Generation:
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+    def task(self, prompt: EvalPrompt, place: int) -> Task:
+        """The prompt with a sampling seed of its place."""
+        rule = self.decoding.sampling
+        sampling = Sampling(rule.temperature, rule.top_p, rule.top_k, rule.seed + self.seed + place, rule.proposals)
+        return Task(prompt.input_ids, self.max_new_tokens, None, sampling)
+
+    def generate(self, entry: Entry, task: Task, plain: Generation | None) -> Generation:
+        """One prompt, by itself."""
         if entry.replayed:
             assert plain is not None
             assert entry.budget is not None
             assert entry.drafter is not None
-            return tree_replay(self.target, entry.drafter, prompt_ids, plain.output_ids, budget=entry.budget, **options)
-        options["sampling"] = self.sampling
-        if entry.method.name == "plain":
-            return plain_generate(self.target, prompt_ids, record_top2=self.sampling.is_greedy, **options)
-        if entry.method.name == "lookup":
-            return lookup_generate(self.target, prompt_ids, block_size=LOOKUP_BLOCK, **options)
-        assert entry.drafter is not None
-        if entry.budget is None:
-            return chain_generate(self.target, entry.drafter, prompt_ids, **options)
-        return tree_generate(self.target, entry.drafter, prompt_ids, budget=entry.budget, **options)
+            return tree_replay(
+                self.target,
+                entry.drafter,
+                task.prompt_ids,
+                plain.output_ids,
+                budget=entry.budget,
+                max_new_tokens=task.max_new_tokens,
+            )
+        session = self.sessions.open(entry.taps, widths_of(entry.method, self.target, entry.drafter))
+        return run_steps(session, entry.steps(session, task, entry.drafter))
 
 
 def evaluate(
@@ -86,7 +93,7 @@ def evaluate(
     methods: Sequence[str] = ("plain", "lookup", "chain"),
     max_new_tokens: int = 256,
     seed: int = 0,
-    sampling: Sampling = GREEDY,
+    decoding: Decoding = ONE_AT_A_TIME,
     progress: Progress | None = None,
 ) -> EvalReport:
     """Decodes every prompt with every method and sums up.
@@ -99,142 +106,193 @@ def evaluate(
             `plain` there is neither a speed-up nor a check of the output.
         max_new_tokens: most new tokens a prompt.
         seed: of the bootstrap, and added to the sampling seed of each prompt's place.
-        sampling: the request's rule; greedy outputs are compared with the plain ones.
+        decoding: sampling rule, batch, compilation. Greedy outputs are compared with the plain ones.
         progress: called before each generation.
 
     Raises:
         UserError: an empty suite, prompts longer than the context, unknown methods, a drafter for another target, a
-            target or device that cannot verify the asked trees.
+            target or device that cannot verify the asked trees, batches or compiled forwards.
     """
     wanted = parse_methods(methods)
+    _check_suite(target, prompt_sets, max_new_tokens)
+    if decoding.batch > 1:
+        require_rows(target)
+    bound = bind(target, drafters, wanted)
+    columns = _columns(target, prompt_sets, max_new_tokens, wanted, bound)
+    for method in wanted:
+        if method.budget is not None:
+            check_tree_memory(target, method.budget, columns, rows=decoding.batch)
+    with Sessions(target, bound, decoding.compile, columns) as sessions:
+        first = next(iter(prompt_sets.values()))[0]
+        entries = build_entries(target, wanted, sessions, first.input_ids, decoding.sampling)
+        run = _Run(target, sessions, max_new_tokens, decoding, seed)
+        _warm_up(run, entries, first)
+        _decode_all(run, entries, prompt_sets, columns, progress)
+    return EvalReport(
+        target=target_facts(target),
+        drafters={name: drafter_facts(drafter) for name, drafter in bound.items()},
+        settings=settings(entries, prompt_sets, max_new_tokens, seed, decoding),
+        versions=versions(),
+        results=_results(run, entries, list(prompt_sets)),
+        comparisons=_comparisons(run, list(bound), wanted),
+        tree_rounds=_tree_rounds(run, entries, bound),
+        warnings=_warnings(run, bound),
+    )
+
+
+def _check_suite(target: LoadedTarget, prompt_sets: Mapping[str, Sequence[EvalPrompt]], max_new_tokens: int) -> None:
     check_prompts(prompt_sets, vocab_size=target.vocab_size)
     for members in prompt_sets.values():
         for prompt in members:
             check_context(target, len(prompt.input_ids), max_new_tokens)
     if ALL_SETS in prompt_sets:
         raise UserError(f"a prompt set cannot be called {ALL_SETS!r}", where="evaluate", mend="rename it")
-    bound = _bind(target, drafters, wanted)
-    longest = max(len(p.input_ids) for members in prompt_sets.values() for p in members) + max_new_tokens
-    for method in wanted:
-        if method.budget is not None:
-            check_tree_memory(target, method.budget, longest)
-    entries = _entries(target, wanted, bound, next(iter(prompt_sets.values()))[0].input_ids, sampling)
-    run = _Run(target, max_new_tokens, sampling)
-    _warm_up(run, entries, prompt_sets)
-    _decode_all(run, entries, prompt_sets, seed, progress)
-    results = _results(run, entries, list(prompt_sets), seed)
-    return EvalReport(
-        target=_target_facts(target),
-        drafters={name: _drafter_facts(drafter) for name, drafter in bound.items()},
-        settings=_settings(entries, prompt_sets, max_new_tokens, seed, sampling),
-        versions=_versions(),
-        results=results,
-        comparisons=_comparisons(run, list(bound), wanted, seed),
-        warnings=_warnings(run, bound),
-    )
 
 
-def _bind(
-    target: LoadedTarget, drafters: Mapping[str, Drafter | DraftModel], methods: Sequence[Method]
-) -> dict[str, DraftModel]:
-    needing = [m.name for m in methods if m.needs_drafter]
-    if needing and not drafters:
-        raise UserError(f"{', '.join(needing)} needs a drafter", where="evaluate", mend="give one, or drop the method")
-    return {
-        name: BoundDrafter(drafter, target) if isinstance(drafter, Drafter) else drafter
-        for name, drafter in drafters.items()
-    }
-
-
-def _entries(
+def _columns(
     target: LoadedTarget,
+    prompt_sets: Mapping[str, Sequence[EvalPrompt]],
+    max_new_tokens: int,
     methods: Sequence[Method],
     drafters: Mapping[str, DraftModel],
-    typical_prompt: Sequence[int],
-    sampling: Sampling,
-) -> list[_Entry]:
-    """Plain first, for the others are measured against it."""
-    replayed = target.has_recurrent_layers
-    trees = [m.name for m in methods if m.is_tree]
-    if replayed and trees and not (sampling.is_greedy and any(m.name == "plain" for m in methods)):
-        raise UserError(
-            f"{', '.join(trees)} on a target with recurrent layers is counted along its plain greedy output",
-            where="evaluate",
-            mend="add the method plain and decode greedily",
-        )
-    entries = [_Entry(m, None, False, None, None) for m in methods if not m.needs_drafter]
-    entries.sort(key=lambda entry: entry.method.name != "plain")
-    for name, drafter in drafters.items():
-        for method in methods:
-            if not method.needs_drafter:
-                continue
-            budget: BudgetRule | None = FixedBudget(method.budget) if method.budget else None
-            if method.name == "adaptive":
-                if replayed:
-                    raise UserError(
-                        "adaptive needs the time of a verified tree, which a recurrent target cannot give",
-                        where="evaluate",
-                        mend="use tree@N",
-                    )
-                budget = AdaptiveBudget(measure_cost_curve(target, drafter, typical_prompt))
-            entries.append(_Entry(method, name, replayed and method.is_tree, drafter, budget))
-    return entries
+) -> int:
+    """Tokens of the longest text with the drafts of its last round."""
+    longest = max(len(p.input_ids) for members in prompt_sets.values() for p in members) + max_new_tokens
+    widest = [LOOKUP_BLOCK]
+    for method in methods:
+        for drafter in drafters.values() if method.needs_drafter else (None,):
+            widest.append(widths_of(method, target, drafter)[-1])
+    return longest + max(widest)
 
 
-def _warm_up(run: _Run, entries: Sequence[_Entry], prompt_sets: Mapping[str, Sequence[EvalPrompt]]) -> None:
+def _warm_up(run: _Run, entries: Sequence[Entry], prompt: EvalPrompt) -> None:
     """A few tokens of every method, untimed: first calls allocate and compile. Meets bad drafters early, too."""
-    prompt = next(iter(prompt_sets.values()))[0]
-    short = _Run(run.target, min(WARM_UP_TOKENS, run.max_new_tokens), run.sampling)
+    task = dataclasses.replace(run.task(prompt, 0), max_new_tokens=min(WARM_UP_TOKENS, run.max_new_tokens))
     plain = None
     for entry in entries:
-        generation = short.generate(entry, prompt.input_ids, plain)
+        generation = run.generate(entry, task, plain)
         plain = generation if entry.method.name == "plain" else plain
 
 
 def _decode_all(
     run: _Run,
-    entries: Sequence[_Entry],
+    entries: Sequence[Entry],
     prompt_sets: Mapping[str, Sequence[EvalPrompt]],
-    seed: int,
+    columns: int,
     progress: Progress | None,
 ) -> None:
     places = [(name, prompt) for name, members in prompt_sets.items() for prompt in members]
-    total, done = len(places) * len(entries), 0
-    rule = run.sampling
+    batched = run.decoding.batch > 1
+    alone = places[: run.decoding.timed_prompts] if batched else places
+    counter = _Counter(progress, (len(places) if batched else 0, len(alone)), len(entries))
+    if batched:
+        for entry in entries:
+            _decode_batched(run, entry, places, columns, counter)
+    _decode_alone(run, entries, alone, counter)
+    if not batched:
+        run.samples = run.timed
+    counter.end()
+
+
+class _Counter:
+    """Progress over both passes."""
+
+    def __init__(self, progress: Progress | None, passes: tuple[int, int], n_entries: int) -> None:
+        self._progress = progress
+        self._total, self._done = sum(passes) * n_entries, 0
+
+    def show(self, label: str, ahead: int = 0) -> None:
+        if self._progress is not None:
+            self._progress(self._done + ahead, self._total, label)
+
+    def add(self, count: int) -> None:
+        self._done += count
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress(self._total, self._total, "done")
+
+
+def _decode_alone(
+    run: _Run, entries: Sequence[Entry], places: Sequence[tuple[str, EvalPrompt]], counter: _Counter
+) -> None:
     for place, (set_name, prompt) in enumerate(places):
-        run.sampling = Sampling(rule.temperature, rule.top_p, rule.top_k, rule.seed + seed + place, rule.proposals)
         plain: Generation | None = None
         for entry in entries:
-            if progress is not None:
-                progress(done, total, _label(entry))
-            generation = run.generate(entry, prompt.input_ids, plain)
+            counter.show(entry.label)
+            generation = run.generate(entry, run.task(prompt, place), plain)
             plain = generation if entry.method.name == "plain" else plain
-            key = (entry.method.name, entry.drafter_name)
-            run.samples.setdefault(key, []).append(Sample(set_name, prompt, generation, plain))
-            done += 1
-    run.sampling = rule
-    if progress is not None:
-        progress(total, total, "done")
+            run.timed.setdefault(entry.key, []).append(Sample(set_name, prompt, generation, plain))
+            counter.add(1)
 
 
-def _results(run: _Run, entries: Sequence[_Entry], set_names: Sequence[str], seed: int) -> list[MethodResult]:
+def _decode_batched(
+    run: _Run, entry: Entry, places: Sequence[tuple[str, EvalPrompt]], columns: int, counter: _Counter
+) -> None:
+    """All prompts of one entry together; those of similar length share a prefill."""
+    counter.show(entry.label)
+    order = sorted(range(len(places)), key=lambda place: len(places[place][1].input_ids))
+    openers = [_opener(entry, run.task(places[place][1], place)) for place in order]
+    rows = min(run.decoding.batch, len(places))
+    clock = device_clock(run.target.device)
+    batch = BatchedTarget(run.target, entry.taps, rows, columns)
+    started_s = clock()
+    generations = decode_together(batch, openers, lambda done: counter.show(entry.label, done))
+    run.batch_s[entry.key] = clock() - started_s
+    by_place = dict(zip(order, generations, strict=True))
+    plains = run.samples.get(("plain", None))
+    run.samples[entry.key] = [
+        Sample(name, prompt, by_place[i], _plain_of(entry, by_place[i], plains, i))
+        for i, (name, prompt) in enumerate(places)
+    ]
+    counter.add(len(places))
+
+
+def _plain_of(entry: Entry, own: Generation, plains: Sequence[Sample] | None, place: int) -> Generation | None:
+    if entry.method.name == "plain":
+        return own
+    return None if plains is None else plains[place].generation
+
+
+def _opener(entry: Entry, task: Task) -> Callable[[RowSession], Steps]:
+    def open_steps(session: RowSession) -> Steps:
+        return entry.steps(session, task, None if entry.drafter is None else _fork(entry))
+
+    return open_steps
+
+
+def _fork(entry: Entry) -> DraftModel:
+    fork = getattr(entry.drafter, "fork", None)
+    if fork is None:
+        raise UserError(
+            f"drafter {entry.drafter_name} serves one prompt only",
+            where="evaluate",
+            mend="use batch 1, or give it fork()",
+        )
+    forked: DraftModel = fork()
+    return forked
+
+
+def _results(run: _Run, entries: Sequence[Entry], set_names: Sequence[str]) -> list[MethodResult]:
     eps = machine_eps(run.target.dtype)
     results = []
     for entry in entries:
-        samples = run.samples[entry.method.name, entry.drafter_name]
-        case = Case(entry.method.name, entry.drafter_name, entry.replayed, eps, seed)
-        results += [summarise(case, samples, name) for name in (*set_names, ALL_SETS)]
+        case = Case(entry.method.name, entry.drafter_name, entry.replayed, eps, run.seed)
+        samples, timed = run.samples[entry.key], run.timed.get(entry.key, [])
+        for name in (*set_names, ALL_SETS):
+            batch_s = run.batch_s.get(entry.key) if name == ALL_SETS else None
+            results.append(summarise(case, samples, name, timed=timed, batch_s=batch_s))
     return results
 
 
-def _comparisons(run: _Run, names: Sequence[str], methods: Sequence[Method], seed: int) -> list[Comparison]:
+def _comparisons(run: _Run, names: Sequence[str], methods: Sequence[Method]) -> list[Comparison]:
     found = []
     for method in (m for m in methods if m.needs_drafter):
         for first in range(len(names)):
             for second in range(first + 1, len(names)):
                 a, b = names[first], names[second]
                 left, right = ([s.counts for s in run.samples[method.name, name]] for name in (a, b))
-                difference = paired_difference(left, right, seed)
+                difference = paired_difference(left, right, run.seed)
                 if difference is not None:
                     found.append(
                         Comparison(
@@ -251,80 +309,48 @@ def _comparisons(run: _Run, names: Sequence[str], methods: Sequence[Method], see
     return found
 
 
-def _warnings(run: _Run, drafters: Mapping[str, DraftModel]) -> list[str]:
-    """Things that do not stop an evaluation but must be known."""
-    found = []
-    outputs = [s.generation.output_ids for s in run.samples.get(("plain", None), next(iter(run.samples.values()), []))]
+def _tree_rounds(run: _Run, entries: Sequence[Entry], drafters: Mapping[str, DraftModel]) -> list[TreeRounds]:
+    """Trees against the chain on the rounds that the chain took; greedy decoding only, as both walk a known text."""
+    if not run.decoding.sampling.is_greedy:
+        return []
+    found: list[TreeRounds] = []
     for name, drafter in drafters.items():
-        mask = getattr(drafter, "mask_token_id", None)
-        count = sum(ids.count(mask) for ids in outputs) if mask is not None else 0
-        if count:
-            found.append(
-                f"drafter {name}: the target wrote its mask token {mask} {count} times; decoding stays exact, but the "
-                "drafter cannot tell a mask from that token: choose one that text never uses"
-            )
-    if run.target.dtype != torch.float32 and run.sampling.is_greedy:
-        found.append(
-            f"the target computes in {str(run.target.dtype).removeprefix('torch.')}: kernels of different shapes round "
-            "differently, so equality is judged with a wider tie tolerance"
-        )
+        trees = {e.method.name: e.budget for e in entries if e.drafter_name == name and e.budget is not None}
+        chain = run.samples.get(("chain", name))
+        if trees and chain:
+            texts = [(s.prompt.input_ids, s.generation) for s in chain]
+            found += tree_rounds(run.target, name, drafter, texts, trees, run.max_new_tokens)
     return found
 
 
-def _label(entry: _Entry) -> str:
-    return entry.method.name if entry.drafter_name is None else f"{entry.drafter_name} {entry.method.name}"
+def _warnings(run: _Run, drafters: Mapping[str, DraftModel]) -> list[str]:
+    """Things that do not stop an evaluation but must be known."""
+    samples = run.samples.get(("plain", None), next(iter(run.samples.values()), []))
+    found = mask_token_warnings([s.generation.output_ids for s in samples], drafters)
+    greedy = run.decoding.sampling.is_greedy
+    if run.target.dtype != torch.float32 and greedy:
+        found.append(
+            f"the target computes in {dtype_name(run.target)}: kernels of different shapes round "
+            "differently, so equality is judged with a wider tie tolerance"
+        )
+    if run.decoding.batch > 1 and greedy:
+        found += _batch_differences(run)
+    return found
 
 
-def _target_facts(target: LoadedTarget) -> dict[str, Any]:
-    return {
-        "model": target.config.model,
-        "fingerprint": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "attention": target.attention,
-        "layers": target.num_layers,
-        "recurrent": target.has_recurrent_layers,
-    }
-
-
-def _drafter_facts(drafter: DraftModel) -> dict[str, Any]:
-    facts: dict[str, Any] = {"block_size": drafter.block_size, "taps": list(drafter.taps)}
-    if isinstance(drafter, BoundDrafter):
-        facts["spec"] = drafter.spec.model_dump(mode="json")
-    return facts
-
-
-def _settings(
-    entries: Sequence[_Entry],
-    prompt_sets: Mapping[str, Sequence[EvalPrompt]],
-    max_new_tokens: int,
-    seed: int,
-    sampling: Sampling,
-) -> dict[str, Any]:
-    curves = {
-        _label(e): {"draft_s": e.budget.curve.draft_s, "points": e.budget.curve.points}
-        for e in entries
-        if isinstance(e.budget, AdaptiveBudget)
-    }
-    return {
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "proposals": sampling.proposals,
-        "batch": 1,
-        "lookup": {"block_size": LOOKUP_BLOCK, "max_ngram": 3},
-        "prompts": {name: len(members) for name, members in prompt_sets.items()},
-        "cost_curves": curves,
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "draftline": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-    }
+def _batch_differences(run: _Run) -> list[str]:
+    """Timed prompts whose text in the batch was another than alone, ties apart."""
+    eps, found = machine_eps(run.target.dtype), []
+    for key, timed in run.timed.items():
+        label = " ".join(part for part in (key[1], key[0]) if part)
+        for alone, together in zip(timed, run.samples[key], strict=False):
+            if alone.generation.output_ids == together.generation.output_ids:
+                continue
+            plain = alone.plain
+            differs = plain is None or plain.top2 is None
+            if not differs:
+                against = compare_outputs(dataclasses.replace(together, plain=plain), eps)
+                differs = against is not None and not against[1]
+            if differs:
+                found.append(f"{label}: prompt {alone.prompt.prompt_id} has another text in the batch than alone")
+    return found

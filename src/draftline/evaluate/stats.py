@@ -40,6 +40,24 @@ def interval(counts: Sequence[PromptCounts], seed: int) -> tuple[float, float] |
     return float(low), float(high)
 
 
+def speedup_interval(
+    own: Sequence[tuple[int, float]], plain: Sequence[tuple[int, float]], seed: int
+) -> tuple[float, float] | None:
+    """95 % bootstrap interval of a speed-up, prompts resampled in pairs; None below two usable pairs.
+
+    Args:
+        own, plain: (tokens, seconds) of each prompt, in the same order.
+    """
+    pairs = [(a, b) for a, b in zip(own, plain, strict=True) if min(a[0], a[1], b[0], b[1]) > 0]
+    if len(pairs) < 2:
+        return None
+    values = np.array([[*a, *b] for a, b in pairs])
+    sums = values[_resamples(len(pairs), seed)].sum(axis=1)
+    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Pooled tokens per round of B minus that of A on the same prompts.

@@ -12,7 +12,7 @@ import torch
 from draftline.decode.generation import Generation
 from draftline.evaluate.prompts import EvalPrompt
 from draftline.evaluate.report import ALL_SETS, Divergence, Equality, GroupResult, MethodResult, PromptResult
-from draftline.evaluate.stats import PromptCounts, interval, pooled
+from draftline.evaluate.stats import PromptCounts, interval, pooled, speedup_interval
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 NEAR_TIE = 1e-4
@@ -43,11 +43,23 @@ class Case:
     seed: int
 
 
-def summarise(case: Case, samples: Sequence[Sample], prompt_set: str = ALL_SETS) -> MethodResult:
-    """One result over the samples of `prompt_set`, or over all of them."""
+def summarise(
+    case: Case,
+    samples: Sequence[Sample],
+    prompt_set: str = ALL_SETS,
+    *,
+    timed: Sequence[Sample] | None = None,
+    batch_s: float | None = None,
+) -> MethodResult:
+    """One result over the samples of `prompt_set`, or over all of them.
+
+    Args:
+        timed: samples decoded one at a time, for the times; None: all of them were.
+        batch_s: seconds of all batches, where there were any.
+    """
     chosen = [s for s in samples if prompt_set in (ALL_SETS, s.prompt_set)]
+    timed = [s for s in (samples if timed is None else timed) if prompt_set in (ALL_SETS, s.prompt_set)]
     runs, counts = [s.generation for s in chosen], [s.counts for s in chosen]
-    decode_s = sum(g.decode_s for g in runs)
     forwards, committed = sum(g.target_forwards for g in runs), sum(c.tokens for c in counts)
     return MethodResult(
         prompt_set=prompt_set,
@@ -66,10 +78,13 @@ def summarise(case: Case, samples: Sequence[Sample], prompt_set: str = ALL_SETS)
         accepted_by_position=_sum_columns([g.accepted_by_position for g in runs]),
         full_block_share=_full_block_share(runs),
         mean_tree_nodes=_mean([n for g in runs for n in g.tree_nodes]),
-        prefill_s=sum(g.prefill_s for g in runs),
-        decode_s=decode_s,
-        tokens_per_s=None if case.replayed else _rate(committed, decode_s),
-        speedup=None if case.replayed else _speedup(chosen),
+        timed_prompts=0 if case.replayed else len(timed),
+        prefill_s=sum(s.generation.prefill_s for s in timed),
+        decode_s=sum(s.generation.decode_s for s in timed),
+        tokens_per_s=None if case.replayed else _rate(*_tokens_and_s([s.generation for s in timed])),
+        speedup=None if case.replayed else _speedup(timed),
+        speedup_interval=None if case.replayed else _speedup_interval(timed, case.seed),
+        batch_tokens_per_s=_rate(sum(len(g.output_ids) for g in runs), batch_s) if batch_s else None,
         equality=None if case.replayed else _equality(chosen, case.near_tie_eps),
         groups=_groups(chosen, case.seed),
         prompts=[_prompt_result(s) for s in chosen],
@@ -130,12 +145,21 @@ def _full_block_share(runs: Sequence[Generation]) -> float | None:
     return sum(n == block_size for n in lengths) / len(lengths) if lengths else None
 
 
+def _tokens_and_s(runs: Sequence[Generation]) -> tuple[int, float]:
+    """Tokens committed after the prefill, and the seconds that took."""
+    return sum(sum(g.acceptance_lengths) for g in runs), sum(g.decode_s for g in runs)
+
+
 def _speedup(samples: Sequence[Sample]) -> float | None:
     """Plain decoding's seconds per committed token over this method's, on the same prompts."""
     plains = [s.plain for s in samples if s.plain is not None]
-    own = _rate(sum(s.counts.tokens for s in samples), sum(s.generation.decode_s for s in samples))
-    plain = _rate(sum(sum(p.acceptance_lengths) for p in plains), sum(p.decode_s for p in plains))
+    own, plain = _rate(*_tokens_and_s([s.generation for s in samples])), _rate(*_tokens_and_s(plains))
     return own / plain if own is not None and plain is not None and len(plains) == len(samples) else None
+
+
+def _speedup_interval(samples: Sequence[Sample], seed: int) -> tuple[float, float] | None:
+    pairs = [(s.generation, s.plain) for s in samples if s.plain is not None]
+    return speedup_interval([_tokens_and_s([a]) for a, _ in pairs], [_tokens_and_s([b]) for _, b in pairs], seed)
 
 
 def _groups(samples: Sequence[Sample], seed: int) -> list[GroupResult]:

@@ -17,7 +17,10 @@ def print_report(report: EvalReport, console: Console | None = None) -> None:
     shown = [ALL_SETS] if len(sets) == 2 else sets
     for name in shown:
         console.print(_result_table([r for r in report.results if r.prompt_set == name], name))
-    console.print(f"{report.definition}; equal: outputs that are the plain ones", style="dim", highlight=False)
+    for line in _notes(report):
+        console.print(line, style="dim", highlight=False)
+    if report.tree_rounds:
+        console.print(_tree_table(report))
     groups = _group_table([r for r in report.results if r.prompt_set == ALL_SETS])
     if groups is not None:
         console.print(groups)
@@ -36,6 +39,43 @@ def comparison_line(c: Comparison) -> str:
     if c.verdict == "undecided" and c.prompts_needed is not None:
         text += f"; about {c.prompts_needed} prompts would decide a difference of this size"
     return text
+
+
+def _notes(report: EvalReport) -> list[str]:
+    notes = [f"{report.definition}; equal: outputs that are the plain ones"]
+    for name, facts in report.drafters.items():
+        if "checkpoint" in facts:
+            notes.append(f"{name}: {facts['checkpoint']} of {facts['path']}")
+    timed = max((r.timed_prompts for r in report.results if r.prompt_set == ALL_SETS), default=0)
+    if report.settings["batch"] > 1:
+        notes.append(
+            f"decoded {report.settings['batch']} prompts at a time; tok/s and speed-up are of {timed} prompts decoded "
+            "once more one at a time"
+        )
+    if report.settings["compile"] != "off":
+        notes.append(f"rounds of one prompt at a time in static shapes, compile {report.settings['compile']}")
+    return notes
+
+
+def _tree_table(report: EvalReport) -> Table:
+    table = _empty_table("trees on the chain's own rounds")
+    for column in ("drafter", "method"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rounds", "chain tau", "tree tau", "gain", "holds the chain", "accepts less then"):
+        table.add_column(column, justify="right")
+    for found in report.tree_rounds:
+        chain, tree = found.chain_tokens / found.rounds, found.tree_tokens / found.rounds
+        table.add_row(
+            found.drafter,
+            found.method,
+            str(found.rounds),
+            f"{chain:.2f}",
+            f"{tree:.2f}",
+            f"{tree / chain - 1:+.1%}",
+            str(found.rounds_with_chain),
+            str(found.rounds_below_chain),
+        )
+    return table
 
 
 def _empty_table(title: str) -> Table:

@@ -1,4 +1,4 @@
-"""Static-shaped and compiled rounds change no token: fixed widths, fixed lengths, buffers instead of a growing cache."""
+"""Static-shaped and compiled rounds change no token: fixed widths and lengths, buffers for a growing cache."""
 
 from __future__ import annotations
 

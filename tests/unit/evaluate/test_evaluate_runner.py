@@ -16,6 +16,7 @@ from draftline.config.schema import TargetConfig
 from draftline.decode.sampling import Sampling
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
+from draftline.evaluate.entries import Decoding
 from draftline.evaluate.prompts import EvalPrompt
 from draftline.evaluate.report import EvalReport
 from draftline.evaluate.runner import evaluate
@@ -165,7 +166,7 @@ def test_sampled_outputs_are_not_compared_with_a_greedy_text(
         {"s": prompts},
         methods=["plain", "lookup", "chain", "tree@4", "adaptive"],
         max_new_tokens=8,
-        sampling=Sampling(temperature=1.0),
+        decoding=Decoding(Sampling(temperature=1.0)),
     )
     assert all(r.equality is None for r in found.results)
     assert found.settings["cost_curves"]["d adaptive"]["points"][0][0] == 0

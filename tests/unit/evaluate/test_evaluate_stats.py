@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from draftline.data.conversations import Tally
 from draftline.decode.generation import Generation
 from draftline.errors import UserError
 from draftline.evaluate.prompts import EvalPrompt, load_prompt_set
@@ -165,7 +166,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> No
     path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\nnot json\n')
     with pytest.raises(UserError, match=f"{path}:2"):
         load_prompt_set(path, tiny_tokenizer)
-    assert len(load_prompt_set(path, tiny_tokenizer, skip_bad_rows=True)) == 1
+    assert len(load_prompt_set(path, tiny_tokenizer, tally=Tally(skip_bad_rows=True))) == 1
     path.write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
     with pytest.raises(UserError, match="user turn"):
         load_prompt_set(path, tiny_tokenizer)

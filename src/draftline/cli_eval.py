@@ -1,0 +1,103 @@
+"""`draftline eval`: its options. Imports nothing heavy before the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from draftline.cli_data import Device, SkipBad, Target, TemplateKwargs, TrustCode, json_object
+from draftline.errors import UserError
+
+if TYPE_CHECKING:
+    from draftline.config.schema import TargetConfig
+
+
+def evaluate(
+    target: Target,
+    prompts: Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL file, or builtin; may be repeated.")],
+    drafter: Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")] = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ..., adaptive.")
+    ] = "plain,lookup,chain",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of run folders: newest, best (by validation), or a round.")
+    ] = "newest",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together; times then come from --timed.")] = 1,
+    timed: Annotated[int, typer.Option(min=0, help="With --batch: prompts also decoded one at a time, for speed.")] = 4,
+    compile_: Annotated[
+        str, typer.Option("--compile", help="off, graph, inductor (eager, aot_eager: to check): static-shaped rounds.")
+    ] = "off",
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")] = 0,
+    proposals: Annotated[str, typer.Option(help="Drafts of a sampled chain: argmax or sampled.")] = "argmax",
+    dtype: Annotated[str, typer.Option(help="Of the target: auto, float32, bfloat16 or float16.")] = "auto",
+    chat_template_kwargs: TemplateKwargs = "{}",
+    device: Device = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the report.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plots to a .svg, .png or .html file.")] = None,
+    seed: int = 0,
+    skip_bad_rows: SkipBad = False,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Measure acceptance length by real decoding, beside plain decoding and prompt lookup."""
+    from draftline.data.storage import require_writable_file
+    from draftline.devices import resolve_devices
+    from draftline.evaluate.plots import require_plots
+
+    for path in (output, plot):
+        if path is not None:
+            require_writable_file(path)
+    if plot is not None:
+        require_plots(plot)
+    from draftline.evaluate.command import evaluate_files
+    from draftline.evaluate.entries import decoding_of
+
+    report = evaluate_files(
+        _target(target, dtype, json_object(chat_template_kwargs), trust_remote_code=trust_remote_code),
+        drafter or [],
+        list(prompts),
+        methods=methods.split(","),
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        device=resolve_devices([device])[0],
+        seed=seed,
+        decoding=decoding_of(
+            batch=batch,
+            timed=timed,
+            compile_name=compile_,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            proposals=proposals,
+        ),
+        checkpoint=checkpoint,
+        skip_bad_rows=skip_bad_rows,
+    )
+    report.print()
+    if output is not None:
+        report.write(output)
+        typer.echo(f"report: {output}")
+    if plot is not None:
+        from draftline.evaluate.plots import write_plots
+
+        write_plots(report, plot)
+        typer.echo(f"plots: {plot}")
+
+
+def _target(model: str, dtype: str, template_kwargs: dict[str, Any], *, trust_remote_code: bool) -> TargetConfig:
+    from draftline.config.schema import TargetConfig
+
+    known = get_args(TargetConfig.model_fields["dtype"].annotation)
+    if dtype not in known:
+        raise UserError(f"dtype {dtype!r} is not known", where="--dtype", mend=f"use {', '.join(known)}")
+    return TargetConfig(
+        model=model,
+        dtype=dtype,  # type: ignore[arg-type] # checked above
+        trust_remote_code=trust_remote_code,
+        chat_template_kwargs=template_kwargs,
+    )

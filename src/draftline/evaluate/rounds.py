@@ -1,0 +1,99 @@
+"""Trees beside the chain on the same rounds: one drafted block, its chain and its trees, walked along one known text.
+
+Real decoding takes each method through rounds of its own, so acceptance lengths compare different places of the text.
+Here every tree is grown from the very block that the chain drafted. Whatever the drafter, a tree that holds the chain
+accepts at least as much; a round where it does not is a fault of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from draftline.decode.budget import BudgetRule
+from draftline.decode.generation import Generation
+from draftline.decode.steps import DraftModel, RoundContext
+from draftline.decode.target_session import TargetSession
+from draftline.decode.tree import DraftTree, top_marginals
+from draftline.evaluate.report import TreeRounds
+
+if TYPE_CHECKING:
+    from draftline.target.load import LoadedTarget
+
+
+def tree_rounds(
+    target: LoadedTarget,
+    name: str,
+    drafter: DraftModel,
+    texts: Sequence[tuple[Sequence[int], Generation]],
+    trees: Mapping[str, BudgetRule],
+    max_new_tokens: int,
+) -> list[TreeRounds]:
+    """Each tree against the chain, on the rounds of the chain.
+
+    Args:
+        name: of the drafter, for the result.
+        texts: prompts and their greedy chain generations.
+        trees: budget rules by name of method.
+        max_new_tokens: the limit they were decoded with.
+    """
+    chain_tokens = rounds = 0
+    tree_tokens, holding, fewer = (dict.fromkeys(trees, 0) for _ in range(3))
+    for prompt_ids, generation in texts:
+        for logits_DV, continuation in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
+            chain = logits_DV.argmax(dim=-1).tolist()
+            accepted = _common(chain, continuation)
+            rounds, chain_tokens = rounds + 1, chain_tokens + accepted + 1
+            for method, budget in trees.items():
+                tree = budget.grow(top_marginals(logits_DV, budget.largest))
+                walked = tree.walk_text(continuation)
+                tree_tokens[method] += walked + 1
+                holding[method] += holds(tree, chain)
+                fewer[method] += holds(tree, chain) and walked < accepted
+    return [
+        TreeRounds(
+            drafter=name,
+            method=method,
+            rounds=rounds,
+            chain_tokens=chain_tokens,
+            tree_tokens=tree_tokens[method],
+            rounds_with_chain=holding[method],
+            rounds_below_chain=fewer[method],
+        )
+        for method in trees
+        if rounds
+    ]
+
+
+def holds(tree: DraftTree, chain: Sequence[int]) -> bool:
+    """True if all of the chain's drafts are nodes of the tree, one behind the other."""
+    return tree.walk_text(chain) == len(chain)
+
+
+def _common(chain: Sequence[int], text: Sequence[int]) -> int:
+    """Leading tokens in which both agree."""
+    return next(
+        (i for i, (one, other) in enumerate(zip(chain, text, strict=False)) if one != other), min(len(chain), len(text))
+    )
+
+
+@torch.inference_mode()
+def _blocks(
+    target: LoadedTarget,
+    drafter: DraftModel,
+    prompt_ids: Sequence[int],
+    generation: Generation,
+    max_new_tokens: int,
+) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Logits [D, V] of the block of each chain round, and the tokens that the target wrote there."""
+    text = [*prompt_ids, *generation.output_ids]
+    _, taps_TF = TargetSession(target, drafter.taps).prefill(text)
+    drafter.start()
+    start, seen = len(prompt_ids), 0
+    for length in generation.acceptance_lengths:
+        slots = min(drafter.block_size, len(prompt_ids) + max_new_tokens - start)
+        new_taps_SF = None if taps_TF is None else taps_TF[seen:start]
+        yield drafter.block_logits(RoundContext(text[: start + 1], new_taps_SF, slots)), text[start + 1 : start + slots]
+        seen, start = start, start + length
