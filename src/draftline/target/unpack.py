@@ -24,6 +24,7 @@ def unpack_target(config: TargetConfig, folder: Path) -> TargetConfig:
     hf_config = copy.deepcopy(target.model.config)
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
+    hf_config.architectures = [type(target.model).__name__]  # a .gguf file does not tell; servers load by it
     hf_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if target.model.generation_config is not None:
