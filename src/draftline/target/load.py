@@ -262,6 +262,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
                 attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                use_safetensors=True if source.gguf_file is None else None,  # never a pickled file
                 **source.kwargs(),
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
