@@ -1,4 +1,4 @@
-"""`draftline export` and `draftline import`: their options. Imports nothing heavy before a command runs."""
+"""`draftline capture`, `export` and `import`: their options. Imports nothing heavy before a command runs."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def import_(
     from draftline.pipeline.exporting import import_command
 
     typer.echo("\n".join(import_command(checkpoint, output, target=target)))
+
+
+def capture(
+    config: Annotated[list[Path], typer.Option("--config", "-c", help="YAML file; may be repeated, later ones win.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for example states.path=X.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how much it would be.")] = False,
+) -> None:
+    """Capture the hidden states of a run's data once, to train on them many times (states.mode: offline)."""
+    from draftline.config.load import load_config
+    from draftline.pipeline.capturing import capture_states
+
+    capture_states(load_config(config, list(overrides or [])), dry_run=dry_run, say=typer.echo)

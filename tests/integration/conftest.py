@@ -47,6 +47,12 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def make_data() -> Callable[..., Path]:
+    """`write_dataset`, for tests that need another data set."""
+    return write_dataset
+
+
+@pytest.fixture(scope="session")
 def tiny_yaml() -> str:
     """TINY_YAML, for fixtures that live longer than one test."""
     return TINY_YAML

@@ -356,6 +356,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_states(self) -> Self:
+        if self.states.mode != "online" and self.pipeline.state_cache_bytes:
+            raise ValueError(
+                f"pipeline.state_cache_bytes keeps states in memory, states.mode {self.states.mode} on disk; "
+                "set pipeline.state_cache_bytes: 0"
+            )
         if self.states.mode == "offline" and self.drafter.init == "target_layers" and self.drafter.init_from is None:
             raise ValueError(
                 "drafter.init target_layers needs the target's layers, which states.mode offline does not load; "

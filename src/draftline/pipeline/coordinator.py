@@ -31,15 +31,18 @@ from draftline.pipeline.budget import FailureBudget, is_sticky
 from draftline.pipeline.core import End, LedgerCounts, LedgerState, PipelineCore, drafter_worker
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.meeting import MeetingRoom, Seat, UnhurriedClock
+from draftline.pipeline.provenance import provenance
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.run_folder import RunFolder, check_run_folder, claim_run_folder, undone_if_refused
 from draftline.pipeline.runplan import RunPlan, validation_rows
 from draftline.pipeline.signals import StopSignals
+from draftline.pipeline.states import StateStores
 from draftline.pipeline.threads import RowExchange
 from draftline.pipeline.traces import FailureTraces
 from draftline.pipeline.validation import Validator
 from draftline.pipeline.workers import (
     DrafterWorker,
+    Target,
     load_targets,
     make_captures,
     make_drafters,
@@ -47,7 +50,6 @@ from draftline.pipeline.workers import (
     warm_drafters,
 )
 from draftline.records import HiddenStateRow
-from draftline.target.load import LoadedTarget
 from draftline.target.loop import Capture, TargetForwardLoop, map_tensors
 
 GRACE_S = 10.0  # for threads to end by themselves once the run has failed
@@ -125,7 +127,7 @@ class PipelineCoordinator:
         self,
         plan: RunPlan,
         folder: RunFolder,
-        targets: Sequence[LoadedTarget],
+        targets: Sequence[Target],
         learning_rate: LearningRate,
         reporter: RunReporter,
         core_class: type[PipelineCore] = PipelineCore,
@@ -142,6 +144,9 @@ class PipelineCoordinator:
         self.drafters = make_drafters(plan, targets[0], checkpoint)
         with reporter.clock("coordinator").span("compiling", "all drafters"):
             warm_drafters(self.drafters)
+        self._stores = StateStores(plan, targets[0])
+        for line in self._stores.lines():
+            reporter.say(line)
         captures = make_captures(plan, targets, reports)
         synchronizer = Synchronizer(plan.config.sync)
         synchronizer.begin([w.replica for w in self.drafters])
@@ -165,12 +170,13 @@ class PipelineCoordinator:
             learning_rate,
             ledger=lambda: self.exchange.snapshot().to_json(),
             fingerprints={"data": plan.dataset.manifest.fingerprint, "target": targets[0].fingerprint},
-            validator=_validator(plan, captures[0], targets[0].stop_token_ids),
+            validator=_validator(plan, self._stores.validation(captures[0]), targets[0].stop_token_ids),
             on_validation=reporter.validated,
         )
         pipeline = plan.config.pipeline
         budget = FailureBudget(pipeline.max_restarts + 2 * pipeline.max_set_aside, keep=self._traces.keep)
-        self._targets = [self._target_loop(i, capture, budget) for i, capture in enumerate(captures)]
+        stored = self._stores.captures(captures)
+        self._targets = [self._target_loop(i, capture, budget) for i, capture in enumerate(stored)]
         self._drafter_loops = [self._drafter_loop(i, w, room, learning_rate) for i, w in enumerate(self.drafters)]
         self._room = room
         reporter.watch(self.exchange)
@@ -223,6 +229,7 @@ class PipelineCoordinator:
             end = self.exchange.wait_end()
             _join(threads, within_s=GRACE_S if end is End.FAILED else None)
         training_s = time.monotonic() - started
+        self._stores.close()
         self._reporter.say(f"ledger: {self.exchange.stats().ledger}")
         if end is End.FAILED:
             failure = self.exchange.failure
@@ -266,13 +273,8 @@ class PipelineCoordinator:
 
     def _provenance(self) -> dict[str, Any]:
         """What the export's card tells: which target, which data, how much of it."""
-        return {
-            "target": self._plan.config.target.model,
-            "target_architectures": list(self._plan.facts.architectures),
-            "data_fingerprint": self._plan.dataset.manifest.fingerprint,
-            "committed_rows": self.exchange.stats().ledger.committed,
-            "objective": self._plan.config.objective.model_dump(mode="json"),
-        }
+        known = provenance(self._plan.config, self._plan.facts, self._plan.dataset.manifest)
+        return {**known, "committed_rows": self.exchange.stats().ledger.committed}
 
     def _result(self, training_s: float) -> TrainResult:
         output = self._plan.config.output

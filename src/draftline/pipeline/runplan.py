@@ -18,6 +18,7 @@ from draftline.drafter.spec import build_spec
 from draftline.errors import UserError
 from draftline.pipeline.core.admission import CoreSettings, check_settings
 from draftline.pipeline.start_checks import check_start
+from draftline.pipeline.states import check_offline
 from draftline.pipeline.warm_spec import spec_to_train_on
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
@@ -91,7 +92,10 @@ def make_run_plan(config: RunConfig, *, dataset: TokenDataset | None = None, che
     row_bytes = [states_bytes(config, spec, row.n_tokens, config.pipeline.target_devices[0]) for row in rows]
     settings = _core_settings(config)
     check_settings(settings, row_bytes)
-    return RunPlan(config, facts, spec, dataset, rows, settings, row_bytes)
+    plan = RunPlan(config, facts, spec, dataset, rows, settings, row_bytes)
+    if config.states.mode == "offline" and check_devices:
+        check_offline(plan)
+    return plan
 
 
 def _with_devices(config: RunConfig) -> RunConfig:

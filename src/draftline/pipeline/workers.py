@@ -19,6 +19,8 @@ from draftline.export.formats import load_drafter_export
 from draftline.pipeline.checkpoint import Checkpoint
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.start_checks import chosen_init_layers
+from draftline.pipeline.states import load_stored_targets, offline_captures
+from draftline.pipeline.validation import tree_metric
 from draftline.pipeline.warm_spec import require_same_spec
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.cache import CachedCapture, StateCache
@@ -26,6 +28,9 @@ from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.loop import Capture
 from draftline.target.selftest import SelfTestReport, self_test
+from draftline.target.states.stored_target import StoredTarget
+
+Target = LoadedTarget | StoredTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,13 @@ class DrafterWorker:
     replica: Replica
 
 
-def load_targets(plan: RunPlan) -> list[LoadedTarget]:
-    """One target per configured device, in order; workers on one device share its weights."""
+def load_targets(plan: RunPlan) -> Sequence[Target]:
+    """One target per configured device, in order; workers on one device share its weights.
+
+    With states.mode `offline` only what drafters borrow is loaded, from beside the states.
+    """
+    if plan.config.states.mode == "offline":
+        return load_stored_targets(plan)
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
         same = next((t for t in loaded if str(t.device) == device), None)
@@ -47,20 +57,24 @@ def load_targets(plan: RunPlan) -> list[LoadedTarget]:
     return loaded
 
 
-def prove_targets(plan: RunPlan, targets: Sequence[LoadedTarget]) -> dict[int, SelfTestReport]:
-    """The start-up self-test, once for each target that has weights of its own; reports by `id` of its model."""
-    distinct = {id(target.model): target for target in targets}
+def prove_targets(plan: RunPlan, targets: Sequence[Target]) -> dict[int, SelfTestReport]:
+    """The start-up self-test, once for each target that has weights of its own; reports by `id` of its model.
+
+    Stored states were captured by a target that proved itself then.
+    """
+    distinct = {id(target.model): target for target in targets if isinstance(target, LoadedTarget)}
     return {key: self_test(target, plan.spec.taps) for key, target in distinct.items()}
 
 
-def make_captures(
-    plan: RunPlan, targets: Sequence[LoadedTarget], reports: Mapping[int, SelfTestReport]
-) -> list[Capture]:
+def make_captures(plan: RunPlan, targets: Sequence[Target], reports: Mapping[int, SelfTestReport]) -> list[Capture]:
     """A capture of its own for each worker, in the layout that the self-test settled on; the cache is shared."""
+    if plan.config.states.mode == "offline":
+        return offline_captures(plan)
     want_final = plan.config.objective.needs_teacher
     captures = [
         TargetCapture(target, plan.spec.taps, want_final=want_final, layout=reports[id(target.model)].layout)
         for target in targets
+        if isinstance(target, LoadedTarget)
     ]
     if not plan.config.pipeline.state_cache_bytes:
         return list(captures)
@@ -68,7 +82,7 @@ def make_captures(
     return [CachedCapture(capture, cache) for capture in captures]
 
 
-def make_drafters(plan: RunPlan, target: LoadedTarget, checkpoint: Checkpoint | None) -> list[DrafterWorker]:
+def make_drafters(plan: RunPlan, target: Target, checkpoint: Checkpoint | None) -> list[DrafterWorker]:
     """All drafters with the same weights: new from the seed, from `init_from`, or from a checkpoint."""
     weights = initial_weights(plan.config, plan.spec, target) if checkpoint is None else checkpoint.weights
     workers = []
@@ -93,7 +107,7 @@ def warm_drafters(workers: Sequence[DrafterWorker]) -> None:
             torch.cuda.synchronize(device)
 
 
-def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) -> dict[str, torch.Tensor]:
+def initial_weights(config: RunConfig, spec: DrafterSpec, target: Target) -> dict[str, torch.Tensor]:
     """fp32 weights that training starts from.
 
     Raises:
@@ -108,12 +122,13 @@ def initial_weights(config: RunConfig, spec: DrafterSpec, target: LoadedTarget) 
     generator = torch.Generator().manual_seed(config.seed)
     drafter.init_weights(generator)
     if config.drafter.init == "target_layers":
+        assert isinstance(target, LoadedTarget)  # the configuration refuses stored ones
         start_from_target(drafter, target, chosen_init_layers(config, target.num_layers), generator)
     return dict(drafter.state_dict())
 
 
 def _make_drafter(
-    plan: RunPlan, target: LoadedTarget, number: int, device: torch.device, weights: dict[str, torch.Tensor]
+    plan: RunPlan, target: Target, number: int, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> DrafterWorker:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     module = Drafter(plan.spec)
@@ -132,12 +147,13 @@ def _make_drafter(
         teacher=teacher if plan.config.objective.needs_teacher else None,
         row_tokens=plan.config.data.row_tokens,
         seed=plan.config.seed,
+        trees=tree_metric(plan.config.validation) if plan.config.data.validation_path is not None else None,
     )
     return DrafterWorker(module, step, Replica(number, optimizer))
 
 
 def borrow(
-    spec: DrafterSpec, target: LoadedTarget, device: torch.device, dtype: torch.dtype
+    spec: DrafterSpec, target: Target, device: torch.device, dtype: torch.dtype
 ) -> tuple[FrozenEmbedding, FrozenHead, FrozenHead]:
     """The target's embedding and head on a drafter's device: (embedding, draft head, teacher head).
 

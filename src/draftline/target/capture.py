@@ -131,7 +131,7 @@ class TargetCapture:
         index = _RowIndex.of(samples, self.target.device)
         with torch.no_grad():
             taps_TF, final_TH = self._run(index.ids_T, index.positions_T, index.documents_T, lengths)
-        return self._row(planned, samples, index, taps_TF, final_TH)
+        return assemble_row(planned, samples, taps_TF, final_TH, taps=self.taps, index=index)
 
     def assemble(
         self,
@@ -141,32 +141,7 @@ class TargetCapture:
         final_TH: torch.Tensor | None,
     ) -> HiddenStateRow:
         """A row from states captured earlier, laid out like those of `capture` and on the target's device."""
-        return self._row(planned, samples, _RowIndex.of(samples, self.target.device), taps_TF, final_TH)
-
-    def _row(
-        self,
-        planned: PlannedRow,
-        samples: Sequence[SampleLike],
-        index: _RowIndex,
-        taps_TF: torch.Tensor,
-        final_TH: torch.Tensor | None,
-    ) -> HiddenStateRow:
-        device = self.target.device
-        return HiddenStateRow(
-            row_id=planned.row_id,
-            epoch=planned.epoch,
-            sample_ids=tuple(s.sample_id for s in samples),
-            lengths=tuple(len(s.input_ids) for s in samples),
-            input_ids_T=index.ids_T,
-            loss_mask_T=_to_device(np.concatenate([s.loss_mask for s in samples]).astype(np.bool_), device),
-            document_ids_T=index.documents_T,
-            position_ids_T=index.positions_T,
-            taps_TF=taps_TF,
-            final_hidden_TH=final_TH,
-            final_hidden_norm="post",
-            tap_layer_ids=self.taps,
-            ready=_ready_event(device),
-        )
+        return assemble_row(planned, samples, taps_TF, final_TH, taps=self.taps)
 
     def _check(self, planned: PlannedRow, samples: Sequence[SampleLike], lengths: tuple[int, ...]) -> None:
         if sum(lengths) != planned.n_tokens or 0 in lengths or not lengths:
@@ -221,6 +196,40 @@ class TargetCapture:
         sink: _Sink | None = getattr(self._local, "sink", None)
         if sink is not None:
             sink.take(index, hidden_BSH)
+
+
+def assemble_row(
+    planned: PlannedRow,
+    samples: Sequence[SampleLike],
+    taps_TF: torch.Tensor,
+    final_TH: torch.Tensor | None,
+    *,
+    taps: tuple[int, ...],
+    index: _RowIndex | None = None,
+) -> HiddenStateRow:
+    """A row out of states of its samples end to end, wherever they come from, on the device that they are on.
+
+    Args:
+        final_TH: after the final norm.
+        index: of the same samples, if it was made already.
+    """
+    device = taps_TF.device
+    index = index or _RowIndex.of(samples, device)
+    return HiddenStateRow(
+        row_id=planned.row_id,
+        epoch=planned.epoch,
+        sample_ids=tuple(s.sample_id for s in samples),
+        lengths=tuple(len(s.input_ids) for s in samples),
+        input_ids_T=index.ids_T,
+        loss_mask_T=_to_device(np.concatenate([s.loss_mask for s in samples]).astype(np.bool_), device),
+        document_ids_T=index.documents_T,
+        position_ids_T=index.positions_T,
+        taps_TF=taps_TF,
+        final_hidden_TH=final_TH,
+        final_hidden_norm="post",
+        tap_layer_ids=taps,
+        ready=_ready_event(device),
+    )
 
 
 def natural_layout(target: LoadedTarget) -> CaptureLayout:

@@ -1,0 +1,1 @@
+"""Hidden states on disk: captured once, read many times."""
