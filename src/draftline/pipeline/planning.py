@@ -30,6 +30,7 @@ from draftline.pipeline.plan_report import PlanReport
 from draftline.pipeline.runplan import DeviceMemory, RunPlan, count_drafter_parameters, estimate_memory, make_run_plan
 from draftline.pipeline.work import RowWork, drafter_work, target_work
 from draftline.target.facts import target_facts
+from draftline.target.load import LoadedTarget
 from draftline.target.size import TargetSize, target_size
 
 MEASURED_ROWS = 8
@@ -56,7 +57,8 @@ def plan_split(config: RunConfig, workers: int, *, gpu: str | None = None, measu
     size = target_size(config.target)
 
     def plan_of(targets: int, drafters: int) -> RunPlan:
-        names = [device if device == "cpu" or workers == 1 else f"cuda:{i}" for i in range(targets + drafters)]
+        each = range(targets + drafters) if workers > 1 else (0, 0)
+        names = ["cpu" if device == "cpu" else f"cuda:{i}" for i in each]
         own = _with_devices(config, names[:targets], names[targets:])
         return make_run_plan(own, dataset=dataset, check_devices=False)
 
@@ -173,7 +175,9 @@ def _measured(config: RunConfig, dataset: TokenDataset, device: str) -> Rates:
     targets = load_targets(plan)
     captures = make_captures(plan, targets, prove_targets(plan, targets))
     target = measure_target(captures[0], dataset, plan.rows, device=name, rows=MEASURED_ROWS)
-    lender = dataclasses.replace(targets[0], model=None, decoder=None)
+    lender = targets[0]
+    if isinstance(lender, LoadedTarget):
+        lender = dataclasses.replace(lender, model=None, decoder=None)
     del targets, captures
     _free_memory(name)
     workers = make_drafters(plan, lender, None)
