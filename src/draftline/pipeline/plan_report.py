@@ -70,7 +70,7 @@ class PlanReport:
             f"one target: {rate(target)}; one drafter: {rate(drafter)} ({self.how})",
             self.split_line(),
             *(self._rank_line(e) for e in sorted(self.ranked, key=lambda e: -e.targets) if self.workers > 1),
-            *(self._memory_line(m) for m in self.memory),
+            *self._memory_lines(),
             f"bytes between devices: {self.traffic_bytes_per_s / 1e9:.2f} GB/s of states "
             f"({self.row_bytes / 2**20:.1f} MiB a row), {self.averaging_bytes / 1e9:.1f} GB an averaging "
             f"({self.averaging_s:.2g} s)",
@@ -93,10 +93,14 @@ class PlanReport:
             + (" <- recommended" if is_chosen else "")
         )
 
-    def _memory_line(self, memory: DeviceMemory) -> str:
-        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.parts.items())
-        has = f" of {self.memory_bytes / 2**30:.0f}" if self.memory_bytes else ""
-        return f"memory {memory.device}: {memory.total_bytes / 2**30:.2f}{has} GiB estimated ({parts})"
+    def _memory_lines(self) -> list[str]:
+        """Devices with the same parts share a line."""
+        alike: dict[str, list[str]] = {}
+        for memory in self.memory:
+            parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.parts.items())
+            line = f"{memory.total_bytes / 2**30:.2f} of {self.memory_bytes / 2**30:.0f} GiB estimated ({parts})"
+            alike.setdefault(line, []).append(memory.device)
+        return [f"memory {', '.join(devices)}: {line}" for line, devices in alike.items()]
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftline.config.drafter_spec import DrafterSpec
-from draftline.config.schema import GradientSync, RunConfig
+from draftline.config.schema import GradientSync, RunConfig, SyncConfig
 from draftline.data.rows import plan_rows
 from draftline.data.shards import TokenDataset
 from draftline.devices import resolve_devices
@@ -203,7 +203,16 @@ def estimate_memory(plan: RunPlan, size: TargetSize | None = None) -> list[Devic
         per_parameter = 4 + 8 + 4 + 4
         parts["drafter state"] = parts.get("drafter state", 0) + drafter_parameters * per_parameter
         parts["activations"] = parts.get("activations", 0) + _activation_bytes(plan, 2 if on_gpu else 4)
+        if plan.num_drafters > 1:  # the leader of a meeting reduces into new tensors, and any drafter may lead
+            parts["averaging"] = drafter_parameters * 4 * _averaged_kinds(plan.config.sync)
     return [DeviceMemory(name, parts) for name, parts in devices.items()]
+
+
+def _averaged_kinds(sync: SyncConfig) -> int:
+    """fp32 values a parameter that a meeting makes anew: weights or gradients, and both moments where averaged."""
+    if sync.kind == "copy":
+        return 0
+    return 3 if sync.kind == "average" and sync.moments == "average" else 1
 
 
 def count_drafter_parameters(spec: DrafterSpec) -> int:
