@@ -21,6 +21,7 @@ from draftline.data.conversations import parse_raw, row_name
 from draftline.data.decontaminate import REASON, Decontaminator
 from draftline.data.messages import BadRowError, Message, Row, Turns, canonical_json, require_answer
 from draftline.data.template import ChatTemplate
+from draftline.data.word_memo import WordMemo
 
 TEXTS_AT_ONCE = 128
 
@@ -119,6 +120,7 @@ class RowWorker:
     def __init__(self, spec: WorkSpec) -> None:
         self._spec = spec
         self._encoder = ChatEncoder(spec.template, max_tokens=spec.max_tokens, turns=spec.turns)
+        self._words = WordMemo(spec.template.tokenizer, spec.template.tokenize_many)
 
     def work(self, chunk: Chunk) -> ChunkResult:
         """The outcomes of one chunk."""
@@ -169,7 +171,7 @@ class RowWorker:
 
     def _tokenize(self, pending: Sequence[_Pending], outcomes: list[Outcome], samples: list[EncodedArrays]) -> None:
         """Tokens and masks of some rows; each becomes a sample or a rejection in its place."""
-        listed = self._spec.template.tokenize_many([item.text for item in pending])
+        listed = self._words.tokenize([item.text for item in pending])
         for item, ids in zip(pending, listed, strict=True):
             known = outcomes[item.place]
             try:

@@ -162,12 +162,14 @@ def _word_pieces() -> str:
             decoders.Strip(content=" ", left=1, right=0),
         ]
     )
-    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<unk>", *SPECIALS, "[INST]", "[/INST]"], show_progress=False
-    )
-    tokenizer.train_from_iterator((*CORPUS, *fallback) * 4, trainer)
-    return str(tokenizer.to_str())
+    specials = ["<unk>", *SPECIALS, "[INST]", "[/INST]"]
+    trainer = trainers.BpeTrainer(vocab_size=440, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator("\n".join(CORPUS * 4).split("\n"), trainer)  # line breaks are bytes, as in Llama 2
+    definition = json.loads(tokenizer.to_str())
+    vocabulary = definition["model"]["vocab"]
+    for byte in range(256):  # what the corpus lacks is spelled in bytes
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    return json.dumps(definition)
 
 
 def tokenizer_with(
