@@ -98,6 +98,7 @@ def make_setup(arguments: argparse.Namespace) -> Setup:
             raise SystemExit("there is no GPU here; --tiny runs on the CPU")
         devices = ["cpu"]
     else:
+        torch.cuda.init()
         count = arguments.gpus or torch.cuda.device_count()
         if not 1 <= count <= torch.cuda.device_count():
             raise SystemExit(f"--gpus {count}: this machine has {torch.cuda.device_count()}")

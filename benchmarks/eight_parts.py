@@ -26,6 +26,7 @@ from draftline.pipeline.signals import StopSignals
 from draftline.pipeline.workers import make_captures, make_drafters, prove_targets, warm_drafters
 from eight_setup import Setup
 from eight_watch import ENOUGH, Watcher, averaging_s
+from gpu_watch import GpuWatch
 from partitioned import PartitionedCore
 
 WARM_ROWS = 3
@@ -116,9 +117,10 @@ def run(setup: Setup, targets: int, drafters: int, scheme: str, rounds: int) -> 
         coordinator = PipelineCoordinator(plan, folder, loaded, learning_rate, reporter, core_class=core)
         started_s = time.monotonic() - begin - built_s
         compiling_s = reporter.clock("coordinator").status(time.monotonic(), 1.0).seconds.get("compiling", 0.0)
-        with Watcher(plan, coordinator, reporter, WARM_ROWS, rounds) as watcher:
+        with GpuWatch() as gpus, Watcher(plan, coordinator, reporter, WARM_ROWS, rounds) as watcher:
             _run_until_ended(coordinator, signals)
         figures = watcher.figures()
+    assert watcher.begin is not None and watcher.end is not None
     found = averaging_s(folder.path)
     parameters = count_drafter_parameters(plan.spec)
     return figures | {
@@ -129,6 +131,7 @@ def run(setup: Setup, targets: int, drafters: int, scheme: str, rounds: int) -> 
         "averaging_bytes": averaging_bytes(parameters, drafters, with_moments=True),
         "rows_move_by": _way_between(plan),
         "memory": memory(setup),
+        "gpus": gpus.means(watcher.begin.at_s, watcher.end.at_s),
         "targets_built_s": built_s,
         "coordinator_built_s": started_s,
         "compiling_s": compiling_s,

@@ -79,8 +79,18 @@ def _workers(runs: list[dict[str, Any]]) -> list[str]:
         f"Rows move by {last['rows_move_by']}. Start of the last run: targets {last['targets_built_s']:.1f} s, "
         f"coordinator {last['coordinator_built_s']:.1f} s, of it compiling {last['compiling_s']:.1f} s."
         + (f" Peak GiB: {peaks}." if peaks else ""),
+        *(_gpus(run) for run in runs if run["gpus"]),
         "",
     ]
+
+
+def _gpus(run: dict[str, Any]) -> str:
+    """What nvidia-smi said while the run was counted."""
+    each = ", ".join(
+        f"{index}: {m['utilization.gpu']:.0f} %, {m['power.draw']:.0f} W, {m['clocks.sm']:.0f} MHz"
+        for index, m in run["gpus"].items()
+    )
+    return f"GPUs in {run['targets']}:{run['drafters']} {run['scheme']} (busy, power, clock): {each}."
 
 
 def _together(together: dict[str, Any]) -> list[str]:
