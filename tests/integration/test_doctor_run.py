@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,7 +89,9 @@ DAMAGE = {
     "a cut checkpoint": (cut_newest, "warn", "cut off?", "passed over"),
     "no whole checkpoint": (cut_all, "fail", "no checkpoint is whole", "new folder"),
     "a ledger that does not add up": (spoil_ledger, "fail", "contradict its rows", "one before"),
-    "a broken configuration": (lambda run: (run / "config.yaml").write_text("seed: x"), "fail", "seed", "restore"),
+    "a broken configuration": (lambda run: (run / "config.yaml").write_text("seed: x"), "fail", "more)", "state.json"),
+    "no configuration": (lambda run: (run / "config.yaml").unlink(), "fail", "config.yaml: no such file", "state.json"),
+    "no identity": (lambda run: (run / "run.json").unlink(), "warn", "run.json: cannot be read", "resume is refused"),
     "another identity": (
         lambda run: (run / "run.json").write_text('{"fingerprints": {"data": "other"}}'),
         "fail",
@@ -114,6 +117,21 @@ DAMAGE = {
         "holds no weights",
         "draftline export",
     ),
+    "a cut export": (
+        lambda run: (run / "export" / "model.safetensors").write_bytes(
+            (run / "export" / "model.safetensors").read_bytes()[:-1]
+        ),
+        "fail",
+        "export: ",
+        "draftline export",
+    ),
+    "an export that is a file": (
+        lambda run: (shutil.rmtree(run / "export"), (run / "export").write_text("x")),
+        "fail",
+        "is not a folder",
+        "draftline export",
+    ),
+    "a torn log": (lambda run: (run / "events.jsonl").write_text("{{"), "warn", "1 lines are torn", "nothing is lost"),
     "a run that failed": (say_failed, "fail", "drafter-0: broke", "failures.log"),
     "a run that was killed": (say_nothing, "warn", "killed", "--resume"),
     "no status": (lambda run: (run / "status.json").unlink(), "warn", "status.json", "--resume"),
@@ -127,6 +145,14 @@ def test_what_is_wrong_is_found_and_has_a_mend(run: Path, what: str):
     found = [finding for finding in wrong(run) if words in finding.what]
     assert found, wrong(run)
     assert found[0].level == level and mend in found[0].mend
+
+
+def test_a_disk_without_room_for_the_next_checkpoint_is_told(run: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.rmtree(list_checkpoints(run)[-1])  # the last rows are not committed
+    assert [f for f in wrong(run) if "free on the disk" in f.what] == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    found = [f for f in wrong(run) if "free on the disk" in f.what]
+    assert len(found) == 1 and "free some space" in found[0].mend
 
 
 def test_another_folder_is_no_run(tmp_path: Path):

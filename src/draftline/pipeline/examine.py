@@ -6,6 +6,7 @@ Only reads. Each finding that is not ok says what to do. Nothing here raises for
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from draftline.config.schema import RunConfig
 from draftline.data.manifest import read_manifest
 from draftline.doctor import Finding
 from draftline.errors import DraftlineError, UserError
-from draftline.export.zlab import read_spec
+from draftline.export.zlab import load_export
+from draftline.monitor.events import read_events
+from draftline.monitor.run import EVENTS_FILE
 from draftline.monitor.watch import read_status
 from draftline.pipeline.checkpoint import (
     CheckpointError,
@@ -27,6 +30,8 @@ from draftline.pipeline.core.ledger import LedgerState
 from draftline.pipeline.run_folder import CONFIG_FILE, FAILURES_FILE, STACKS_FILE, read_identity
 
 _RESUME = "go on with `draftline train --resume`"
+_REFUSED = "restore it from a copy; until then a resume is refused"
+_MOST_EVENT_BYTES = 256 << 20
 
 
 def examine_run(run: Path) -> Iterator[Finding]:
@@ -35,7 +40,7 @@ def examine_run(run: Path) -> Iterator[Finding]:
     Raises:
         UserError: it is no run folder.
     """
-    if not (run / CONFIG_FILE).is_file():
+    if not (run / CONFIG_FILE).is_file() and not checkpoint_root(run).is_dir():
         raise UserError("is no run folder", where=str(run), mend="give the output folder of `draftline train`")
     config = _config(run)
     yield config if isinstance(config, Finding) else Finding("ok", f"{run / CONFIG_FILE} can be read")
@@ -47,15 +52,23 @@ def examine_run(run: Path) -> Iterator[Finding]:
         yield from _ledger(*ledger)
     state = ledger[1] if ledger else None
     complete = isinstance(state, LedgerState) and state.n_committed + state.n_set_aside == state.planned
+    if not complete:
+        yield from _space(run)
     yield _ending(run, complete=complete)
-    yield from _export(run, complete=complete)
+    yield from _logs(run)
+    yield from _exports(run, complete=complete)
 
 
 def _config(run: Path) -> RunConfig | Finding:
+    path = run / CONFIG_FILE
     try:
-        return load_config([run / CONFIG_FILE])
+        return load_config([path])
     except UserError as error:
-        return Finding("fail", str(error).replace("\n", "; "), "restore the file; the run cannot be resumed without it")
+        first, *others = str(error).splitlines()
+        what = first if first.startswith(str(path)) else f"{path}: {first}"
+        more = f" (and {len(others)} more)" if others else ""
+        mend = f"{_REFUSED}; each checkpoint's state.json holds the same under `config`"
+        return Finding("fail", f"{what}{more}", mend)
 
 
 def _data(run: Path, config: RunConfig) -> Finding:
@@ -63,7 +76,7 @@ def _data(run: Path, config: RunConfig) -> Finding:
         stored = read_identity(run).get("data")
         found = read_manifest(config.data.path).fingerprint
     except UserError as error:
-        return Finding("warn", f"data: {error.where}: {error.what}", error.mend or "restore it before resuming")
+        return Finding("warn", f"data: {error.where}: {error.what}", _REFUSED)
     if stored != found:
         what = f"the data in {config.data.path} changed: fingerprint was {stored}, is {found}"
         return Finding("fail", what, "restore the data the run was started with; a resume would be refused")
@@ -82,11 +95,12 @@ def _checkpoints(run: Path) -> Iterator[Finding]:
     if not folders:
         yield Finding("warn", "no checkpoint yet", "a resumed run starts from its first row")
     elif not whole:
-        yield Finding("fail", "no checkpoint is whole", "start the run in a new folder, or restore a copy")
+        yield Finding("fail", "no checkpoint is whole", f"{_REFUSED}; or start the run in a new folder")
     else:
         yield Finding("ok", f"{len(whole)} whole checkpoints, the newest {whole[-1]}; all hashes right")
     for line in broken:
-        yield Finding("warn" if whole else "fail", line, "it is passed over at a resume, and may be deleted")
+        mend = "it is passed over at a resume, and may be deleted" if whole else _REFUSED
+        yield Finding("warn" if whole else "fail", line, mend)
     if whole:
         yield _pointer(run, whole[-1])
     if leftovers := sorted(path.name for path in checkpoint_root(run).glob(".tmp-*")):
@@ -156,19 +170,53 @@ def _ending(run: Path, *, complete: bool) -> Finding:
     return Finding("fail" if status.state == "failed" else "warn", f"run: {status.detail}", mend)
 
 
-def _export(run: Path, *, complete: bool) -> Iterator[Finding]:
-    export = run / "export"
-    if not export.exists():
-        if complete:
-            mend = "make it with `draftline export RUN -o FOLDER`, or resume the run"
-            yield Finding("warn", "all rows are committed, but there is no export", mend)
-        return
+def _space(run: Path) -> Iterator[Finding]:
+    """The next checkpoint is written beside the others, before the oldest goes."""
+    folders = list_checkpoints(run)
     try:
-        spec = read_spec(export)
+        needed = sum(path.stat().st_size for path in folders[-1].iterdir()) if folders else 0
+        free = shutil.disk_usage(run).free
+    except OSError:
+        return
+    what = f"{free / 2**30:.1f} GiB free on the disk, a checkpoint takes {needed / 2**30:.1f}"
+    if free < 2 * needed:
+        yield Finding("warn", what, "free some space before resuming, or lower checkpoint.keep")
+
+
+def _logs(run: Path) -> Iterator[Finding]:
+    """The log of spans, which reports and watchers read: lines that are torn are left out by them."""
+    path = run / EVENTS_FILE
+    try:
+        if path.stat().st_size > _MOST_EVENT_BYTES:
+            return
+        torn = read_events(path).torn_lines
+    except FileNotFoundError:
+        return
     except UserError as error:
-        yield Finding("fail", f"export: {error.where}: {error.what}", "make it anew with `draftline export`")
+        yield Finding("warn", f"{error.where}: {error.what}", error.mend or "see the message")
         return
-    if not (export / "model.safetensors").is_file():
-        yield Finding("fail", f"export: {export} holds no weights", "make it anew with `draftline export`")
-        return
-    yield Finding("ok", f"export {export}: {spec.num_layers} layers, block {spec.block_size}")
+    if torn:
+        yield Finding("warn", f"{path}: {torn} lines are torn", "nothing is lost but those spans; a kill leaves one")
+
+
+def _exports(run: Path, *, complete: bool) -> Iterator[Finding]:
+    if complete and not (run / "export").exists():
+        mend = "make it with `draftline export RUN -o FOLDER`, or resume the run"
+        yield Finding("warn", "all rows are committed, but there is no export", mend)
+    for name in ("export", "best"):
+        if (run / name).exists():
+            yield _export(run / name)
+
+
+def _export(folder: Path) -> Finding:
+    """Reads all of it, as whoever serves it would."""
+    mend = f"delete it and make it anew with `draftline export RUN -o {folder.name}`"
+    if not folder.is_dir():
+        return Finding("fail", f"export: {folder} is not a folder", mend)
+    if not (folder / "model.safetensors").is_file():
+        return Finding("fail", f"export: {folder} holds no weights", mend)
+    try:
+        spec = load_export(folder).spec
+    except UserError as error:
+        return Finding("fail", f"export: {error.where}: {error.what}", mend)
+    return Finding("ok", f"export {folder}: {spec.num_layers} layers, block {spec.block_size}")
