@@ -11,7 +11,7 @@ def resolve_devices(names: Sequence[str]) -> list[str]:
     """Device names as users write them, as the names that torch uses.
 
     `auto` stands for every CUDA device, or the CPU where there is none; `cuda` for `cuda:0`. A device may be named
-    several times: workers may share it.
+    several times: workers may share it. `cuda:0+cuda:1` is one worker over two devices.
 
     Raises:
         UserError: a device that does not exist, naming those that do.
@@ -22,7 +22,9 @@ def resolve_devices(names: Sequence[str]) -> list[str]:
         if text == "auto":
             resolved += _cuda_names() or ["cpu"]
         else:
-            resolved.append(_existing("cuda:0" if text == "cuda" else text, name))
+            resolved.append("+".join(_existing("cuda:0" if t == "cuda" else t, name) for t in text.split("+")))
+            if "cpu" in resolved[-1] and "cuda" in resolved[-1]:
+                raise UserError(f"{name} mixes CPU and GPU", mend="spread a worker over devices of one kind")
     if not resolved:
         raise UserError("no device is named", mend=f"use {_known()}")
     return resolved

@@ -31,6 +31,11 @@ class TargetConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto", description="Attention backend of the target's forward."
     )
+    quantization: Literal["int8", "int8_dynamic"] | None = Field(
+        default=None,
+        description="Linear weights quantised when loaded, by torchao (extra `quantized`); null: as the files are. "
+        "int8_dynamic also rounds what goes into them.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code from the model repository. Never implied.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the chat template in training and serving, e.g. enable_thinking."
@@ -216,7 +221,7 @@ class PipelineConfig(Section):
     """Workers, devices and bounds. Workers may share a device; `cpu` is a device too."""
 
     target_devices: tuple[str, ...] = Field(
-        default=("auto",), min_length=1, max_length=64, description="One target each: [cuda:0, cuda:1], [cpu, cpu]."
+        default=("auto",), min_length=1, max_length=64, description="One target each: [cuda:0, cuda:1], [cpu, cpu]; over two: [cuda:0+cuda:1]."
     )
     drafter_devices: tuple[str, ...] = Field(
         default=("auto",), min_length=1, max_length=64, description="One drafter each."

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
 from draftline.target.load import LoadedTarget
+from draftline.target.quantized import plain
 
 _PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -89,7 +90,7 @@ def _copy(into: Tensor, source: Tensor, name: str, number: int) -> None:
             where="drafter.init",
             mend="leave the drafter's sizes to the target, or set drafter.init: random",
         )
-    into.copy_(source)
+    into.copy_(plain(source))
 
 
 def _scale(norm: Any, size: int) -> Tensor:
@@ -101,6 +102,6 @@ def _scale(norm: Any, size: int) -> Tensor:
 
 def _typical_size(layer: Any, side: str, hidden: int) -> Tensor:
     """Root mean square of a query or key for a normed input of independent components."""
-    weight = getattr(layer.self_attn, f"{side}_proj").weight.float()
+    weight = plain(getattr(layer.self_attn, f"{side}_proj").weight).float()
     scale = _scale(layer.input_layernorm, hidden).to(weight.device)
     return (weight * scale).pow(2).sum(1).mean().sqrt().cpu()

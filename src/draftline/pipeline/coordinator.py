@@ -51,6 +51,7 @@ from draftline.pipeline.workers import (
 )
 from draftline.records import HiddenStateRow
 from draftline.target.loop import Capture, TargetForwardLoop, map_tensors
+from draftline.target.spread import first_device
 
 GRACE_S = 10.0  # for threads to end by themselves once the run has failed
 
@@ -190,7 +191,7 @@ class PipelineCoordinator:
             capture,
             self._reporter.clock(f"target-{number}"),
             budget,
-            device=pipeline.target_devices[number],
+            device=first_device(pipeline.target_devices[number]),
             hold_on_host=pipeline.hold_on == "host",
         )
 
@@ -322,7 +323,7 @@ class _shared_cores:  # noqa: N801  used as a function-like context manager
 
     def __init__(self, plan: RunPlan) -> None:
         devices = (*plan.config.pipeline.target_devices, *plan.config.pipeline.drafter_devices)
-        self._workers = sum(device == "cpu" for device in devices)
+        self._workers = sum(first_device(device) == "cpu" for device in devices)
         self._before = torch.get_num_threads()
 
     def __enter__(self) -> None:

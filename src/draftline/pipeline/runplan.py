@@ -23,6 +23,7 @@ from draftline.pipeline.warm_spec import spec_to_train_on
 from draftline.records import PlannedRow
 from draftline.target.facts import TargetFacts, target_facts
 from draftline.target.size import TargetSize, target_size
+from draftline.target.spread import device_parts, first_device
 
 _GIB = 2**30
 CARDS_GB = (24, 32, 48, 80, 96, 141, 192)
@@ -152,7 +153,7 @@ def compute_dtype(setting: str, device: str) -> str:
     """`auto` is bfloat16 on a GPU and float32 on the CPU."""
     if setting != "auto":
         return setting
-    return "float32" if device == "cpu" else "bfloat16"
+    return "float32" if device.startswith("cpu") else "bfloat16"
 
 
 def dtype_bytes(name: str) -> int:
@@ -187,12 +188,14 @@ def estimate_memory(plan: RunPlan, size: TargetSize | None = None) -> list[Devic
     size = size or target_size(plan.config.target)
     drafter_parameters = count_drafter_parameters(plan.spec)
     devices: dict[str, dict[str, int]] = {}
-    for device in pipeline.target_devices:
-        parts = devices.setdefault(device, {})
-        parts["target weights"] = size.parameters * dtype_bytes(compute_dtype(plan.config.target.dtype, device))
+    for place in pipeline.target_devices:
+        for device in device_parts(place):
+            weights = size.parameters * dtype_bytes(compute_dtype(plan.config.target.dtype, device))
+            devices.setdefault(device, {})["target weights"] = weights // len(device_parts(place))
     largest_row = max(plan.row_bytes)
-    for device in set(pipeline.target_devices):
-        share = pipeline.target_devices.count(device) / len(pipeline.target_devices)
+    firsts = [first_device(place) for place in pipeline.target_devices]
+    for device in set(firsts):
+        share = firsts.count(device) / len(firsts)
         devices[device]["rows admitted"] = int(plan.settings.max_rows * share * largest_row)
     for device in pipeline.drafter_devices:
         parts = devices.setdefault(device, {})

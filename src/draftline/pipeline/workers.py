@@ -51,7 +51,7 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
         return load_stored_targets(plan)
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
-        same = next((t for t in loaded if str(t.device) == device), None)
+        same = next((t for t in loaded if t.place == device), None)
         share = same or (loaded[0] if loaded else None)
         loaded.append(load_target(plan.config.target, device, share_with=share))
     return loaded

@@ -69,7 +69,7 @@ class _Sink:
         self.seen.add(index)
 
     def write(self, out_TH: torch.Tensor, hidden_BSH: torch.Tensor) -> None:
-        flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
+        flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).to(out_TH.device)  # a layer of a spread target is elsewhere
         if self.rows is None or self.places is None:
             out_TH.copy_(flat)
         else:
@@ -243,7 +243,9 @@ def natural_layout(target: LoadedTarget) -> CaptureLayout:
     if not packable or target.attention not in _PACKABLE_BACKENDS or target.device.type == "cpu":
         return _unproven_layout(target)
     half = target.dtype in (torch.bfloat16, torch.float16)
-    by_bounds = target.device.type == "cuda" and half and target.facts.head_dim <= MAX_HEAD_DIM
+    # The twin that reads bounds would run past the hooks that move states between devices.
+    on_one_gpu = target.device.type == "cuda" and not target.spread_over
+    by_bounds = on_one_gpu and half and target.facts.head_dim <= MAX_HEAD_DIM
     return "varlen" if by_bounds and target.attention == "sdpa" else "packed"
 
 

@@ -31,6 +31,8 @@ from draftline.target.facts import (
     load_hf_config,
     model_source,
 )
+from draftline.target.quantized import kind_of, plain, quantization_kwargs
+from draftline.target.spread import device_parts, require_accelerate, spread
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "norm_f")
 _SAMPLED_ELEMENTS = 8  # of each weight, for the fingerprint
@@ -48,8 +50,8 @@ class LoadedTarget:
         decoder: the inner text model: embeds, runs the layers, applies the final norm; has no head.
         layers_name: attribute of `decoder` that holds the decoder layers.
         norm_name: attribute of `decoder` that holds the final norm, or None.
-        device, dtype: of the weights.
-        embedding, head: the target's own, borrowed by the drafter.
+        device, dtype: of the embedding, and of rows; other layers may be elsewhere, see `place`.
+        embedding, head: the target's own, borrowed by the drafter; plain numbers also if the target is quantised.
         stop_token_ids: ids that end an answer, of the configuration, the tokenizer and the chat template.
         fingerprint: hash of facts and sampled weights; the same on every device and in fp32 and bf16.
     """
@@ -67,6 +69,12 @@ class LoadedTarget:
     head: FrozenHead
     stop_token_ids: frozenset[int]
     fingerprint: str
+    spread_over: str = ""
+
+    @property
+    def place(self) -> str:
+        """The device, or the devices over which the layers are spread (`cuda:0+cuda:1`)."""
+        return self.spread_over or str(self.device)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -124,10 +132,10 @@ def load_tokenizer(config: TargetConfig) -> Any:
 def load_target(
     config: TargetConfig, device: str, share_with: LoadedTarget | None = None, *, tokenizer: Any = None
 ) -> LoadedTarget:
-    """Load the target, frozen, onto one device.
+    """Load the target, frozen, onto one device, or over several.
 
     Args:
-        device: `cpu`, `cuda:0`, ...
+        device: `cpu`, `cuda:0`, ..., `cuda:0+cuda:1`.
         share_with: a target already loaded from the same configuration. On the same device its weights are shared;
             for another device of the same dtype they are copied from there instead of being read again.
         tokenizer: saves reading it again for the stop token ids.
@@ -135,18 +143,27 @@ def load_target(
     Raises:
         UserError: the model cannot be read, lacks weights, does not fit, or has no usable head or layers.
     """
-    wanted = torch.device(device)
+    parts = device_parts(device)
+    wanted = torch.device(parts[0])
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", torch.cuda.current_device())
     dtype = resolve_dtype(config, wanted)
     if share_with is not None and share_with.config == config and share_with.dtype == dtype:
-        return share_with if share_with.device == wanted else _copy_to(share_with, wanted)
+        if share_with.place == (device if len(parts) > 1 else str(wanted)):
+            return share_with
+        if len(parts) == 1 and not share_with.spread_over:
+            return _copy_to(share_with, wanted)
     hf_config = load_hf_config(config)
     facts = facts_from_hf(hf_config, generation_eos_ids(config, hf_config))
-    model = _freeze(_read_model(config, hf_config, dtype, wanted), wanted)
+    model = _freeze(_read_model(config, hf_config, dtype, wanted), wanted if len(parts) == 1 else torch.device("cpu"))
+    if len(parts) > 1:
+        require_accelerate()
+        decoder, name = _find_layers(model, facts)
+        model = spread(model, list(getattr(decoder, name)), parts)
     tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
     stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(tokenizer)))
-    return wrap_model(model, config=config, facts=facts, stop_token_ids=stops)
+    found = wrap_model(model, config=config, facts=facts, stop_token_ids=stops)
+    return dataclasses.replace(found, spread_over=device) if len(parts) > 1 else found
 
 
 def wrap_model(
@@ -164,7 +181,7 @@ def wrap_model(
     """
     decoder, layers_name = _find_layers(model, facts)
     embedding = model.get_input_embeddings()
-    weight_VH = embedding.weight.detach()
+    weight_VH = plain(embedding.weight)
     return LoadedTarget(
         config=config,
         facts=facts,
@@ -236,7 +253,7 @@ def fingerprint(model: Any, facts: TargetFacts) -> str:
     described: list[Any] = [dataclasses.asdict(facts)]
     sampled: list[torch.Tensor] = []
     for name, weight in sorted(model.named_parameters()):
-        described.append([name, list(weight.shape)])
+        described.append([name, list(weight.shape), *kind_of(weight)])
         if type(weight.data) is torch.Tensor and weight.is_floating_point() and weight.numel():
             step = max(1, weight.numel() // _SAMPLED_ELEMENTS)
             sampled.append(weight.detach().reshape(-1)[::step][:_SAMPLED_ELEMENTS].to(torch.bfloat16))
@@ -262,6 +279,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
                 attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                **quantization_kwargs(config),
                 use_safetensors=True if source.gguf_file is None else None,  # never a pickled file
                 **source.kwargs(),
             )
@@ -353,7 +371,7 @@ def _frozen_head(model: Any, facts: TargetFacts) -> FrozenHead:
         )
     bias = getattr(head, "bias", None)
     return FrozenHead(
-        weight_VH=weight.detach(),
+        weight_VH=plain(weight),
         bias_V=None if bias is None else bias.detach(),
         multiplier=facts.logit_multiplier,
         softcap=facts.final_logit_softcapping,
