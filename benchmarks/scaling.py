@@ -301,8 +301,8 @@ def judge(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the stages' own time in a run")
-    parser.add_argument("--drafter-s", type=float, default=0.06)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the stages' own time in a run")
+    parser.add_argument("--drafter-s", type=float, default=0.15)
     parser.add_argument("--target-s", type=float, default=None, help="measure this pair of stage times only")
     parser.add_argument("--averaging-s", type=float, default=0.02)
     parser.add_argument("--jitter", type=float, default=0.1)
