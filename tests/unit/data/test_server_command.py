@@ -133,7 +133,7 @@ def test_a_run_in_which_every_prompt_is_rejected_exits_2_with_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert "all 3 prompts were rejected, 3 of them for: prompt lengths disagree" in line
     assert "the server counted 3 tokens, our template renders" in line
-    assert ended(monkeypatch, [*arguments(source, target)[:7], "--max-new-tokens", "400", "--device", "cpu"]) == 2
+    assert ended(monkeypatch, [*arguments(source, target)[:6], "--max-new-tokens", "400", "--device", "cpu"]) == 2
     errors = capfd.readouterr().err  # the bar of the loading of weights is in it
     assert errors.count("draftline: ") == 1
     assert "all 3 prompts were rejected, 3 of them for: prompt too long; lower --max-new-tokens" in errors

@@ -128,7 +128,7 @@ def test_a_server_that_goes_away_is_taken_out_and_works_again_when_it_is_back(
     tmp_path: Path, target: TargetConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One outage drops many requests at once; it must count as one, and the server must get work again."""
-    source = prompts(tmp_path, 400)
+    source = prompts(tmp_path, 260)
     with FakeServer(delay_s=0.01) as a, FakeServer(delay_s=0.01) as b:
         before: list[int] = []
 
@@ -146,7 +146,7 @@ def test_a_server_that_goes_away_is_taken_out_and_works_again_when_it_is_back(
         helper.start()
         report = run(source, target, options(a, b, concurrency=16))
         helper.join()
-    assert exactly_once(source, report, 400) and report.rejected == 0
+    assert exactly_once(source, report, 260) and report.rejected == 0
     assert b.answered.total() > before[0] + 20
     told = [line for line in capfd.readouterr().err.splitlines() if b.url in line]
     assert [line.split(" is ")[1][:4] for line in told] == ["out:", "back"]
@@ -216,6 +216,19 @@ def test_servers_that_only_fail_end_the_run_naming_the_reason(
     with FakeServer() as server:
         report = run(prompts(tmp_path, 5), target, options(server))
     assert exactly_once(source, report, 5) and report.rejected == 0
+
+
+@pytest.mark.parametrize("fault", ["404", "401", "307"])
+def test_a_refusal_of_everything_ends_the_run_unless_the_server_has_answered_before(
+    tmp_path: Path, target: TargetConfig, fault: str
+) -> None:
+    source = prompts(tmp_path, 4)
+    with FakeServer(lambda *_: fault) as server, pytest.raises(UserError, match=f"HTTP {fault}"):
+        run(source, target, options(server))
+    assert server.asked.total() <= 4
+    with FakeServer(always(fault, on="hello 2")) as server:
+        report = run(source, target, options(server, concurrency=1))
+    assert exactly_once(source, report, 4) and report.rejected == 0 and server.probes == 2
 
 
 def test_rejected_prompts_are_asked_again_only_when_told_to(tmp_path: Path, target: TargetConfig) -> None:

@@ -194,9 +194,9 @@ class Askers:
         try:
             row = await self._ask(server, conversation, prompt, variation)
         except Fault as fault:
-            self._pool.failed(server, fault, era)
-            if fault.blame == "fatal":
+            if fault.blame == "fatal" and not server.n_answers:  # one that did answer may come to its senses
                 raise UserError(str(fault), where=server.url, mend="mend the server or the options") from None
+            self._pool.failed(server, fault, era)
             return fault
         finally:
             self._pool.release(server)

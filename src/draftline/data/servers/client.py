@@ -97,8 +97,7 @@ class ServerClient:
                 raise Fault("unreachable", "no connection in time", "out", counts=False) from None
             raise Fault("timeout", f"no answer within {timeout_s:g} s", "server") from None
         except aiohttp.ClientConnectorError as error:
-            reason = error.strerror or type(error.os_error).__name__
-            raise Fault("unreachable", self._shown(reason), "out", counts=False) from None
+            raise Fault("unreachable", self._shown(str(error)), "out", counts=False) from None
         except (aiohttp.ClientError, ssl.SSLError, OSError, ValueError) as error:
             raise Fault("connection dropped", self._shown(type(error).__name__), "server") from None
 

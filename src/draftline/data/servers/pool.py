@@ -72,7 +72,7 @@ class ServerPool:
         self._options, self._wanted, self._tell = options, wanted, tell
         self._waiting: list[asyncio.Future[None]] = []
         self._recoveries: set[asyncio.Task[None]] = set()
-        self._last_answer = 0.0
+        self._since = 0.0
         self._last_fault = "nothing was heard"
 
     async def open(self) -> None:
@@ -82,7 +82,7 @@ class ServerPool:
             UserError: one serves another model or refuses us, or none answers.
         """
         faults = await asyncio.gather(*(self._probe(server) for server in self.servers))
-        self._last_answer = _now()
+        self._since = _now()
         for server, fault in zip(self.servers, faults, strict=True):
             if fault is not None and fault.blame == "fatal":
                 raise UserError(str(fault), where=server.url, mend=_mend(fault))
@@ -111,7 +111,7 @@ class ServerPool:
         """A usable reply came."""
         server.n_answers += 1
         server.strikes = server.outages = server.pauses = 0
-        self._last_answer = _now()
+        self._since = _now()
 
     def failed(self, server: Server, fault: Fault, era: int) -> None:
         """A request failed.
@@ -130,11 +130,11 @@ class ServerPool:
         server.strikes += 1
         if fault.retry_after_s is not None:
             self._rest(server, self._pause(server.strikes, fault))
-        if fault.blame == "out" or server.strikes >= STRIKES:
+        if fault.blame in ("out", "fatal") or server.strikes >= STRIKES:
             self._take_out(server, fault)
 
     async def watch(self) -> None:
-        """Runs until no answer has come for too long.
+        """Runs until nothing has come of the servers for too long: no answer, and none of them went out or came back.
 
         Raises:
             DraftlineError: then, with the last thing heard.
@@ -143,7 +143,7 @@ class ServerPool:
             patience = self._options.patience_s
             if not all(server.is_out for server in self.servers):
                 patience += self._options.timeout_s
-            left = self._last_answer + patience - _now()
+            left = self._since + patience - _now()
             if left <= 0:
                 raise DraftlineError(
                     f"no server has answered for {patience:g} s (last: {self._last_fault}); "
@@ -184,6 +184,7 @@ class ServerPool:
 
     def _take_out(self, server: Server, fault: Fault) -> None:
         server.is_out = True
+        self._since = _now()
         server.era += 1
         server.outages += 1
         server.n_outages += 1
@@ -204,6 +205,7 @@ class ServerPool:
             if fault is not None:
                 self._last_fault = f"{server.url}: {fault}"
         server.is_out, server.strikes = False, 0
+        self._since = _now()
         self._tell(f"{server.url} is back")
         self._wake()
 

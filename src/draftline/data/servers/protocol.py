@@ -16,7 +16,8 @@ from draftline.data.messages import Message
 from draftline.data.sampling import Prompt, Sampling, prompt_seed_bytes
 
 # server: it is at fault, and taken out if that goes on. out: it is taken out at once. busy: it asks for time.
-# answer: this answer is bad. refused: it will never take this prompt. fatal: nothing will work as it was asked.
+# answer: this answer is bad. refused: it will never take this prompt. fatal: nothing will work as it was asked (unless
+# it did work before).
 Blame = Literal["server", "out", "busy", "answer", "refused", "fatal"]
 
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "eos", "eos_token", "stop_sequence"})
