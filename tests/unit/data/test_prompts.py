@@ -31,7 +31,20 @@ def test_split_holds_out_exactly_n_conversations_the_same_each_time(tmp_path: Pa
     assert len(train) + len(held) == sum(1 for _ in builtin_prompts().open())
     assert split_prompts(builtin_prompts(), held_out=24, seed=0) == (train, held)
     assert split_prompts(builtin_prompts(), held_out=24, seed=1)[1] != held
-    assert set(train[0]) == {"id", "messages"}
+
+
+def test_split_keeps_what_rows_say_of_themselves(tmp_path: Path) -> None:
+    """An evaluation tells its results by category."""
+    rows = [
+        {"id": f"r{i}", "category": f"kind {i % 2}", "messages": [{"role": "user", "content": f"Question {i}?"}]}
+        for i in range(6)
+    ]
+    rows[3]["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    del rows[4]["category"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, held = split_prompts(file, held_out=2)
+    assert sorted(train + held, key=lambda row: row["id"]) == rows
 
 
 def test_hold_out_does_not_depend_on_order_and_stays_when_others_come() -> None:

@@ -32,7 +32,7 @@ def hold_out(ids: Iterable[str], n: int, seed: int = 0) -> frozenset[str]:
 def split_prompts(path: Path, *, held_out: int, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Split a file of prompts by conversation into (training, held out), each in the file's order.
 
-    Rows come back as `id`, `messages` and, where given, `tools`.
+    Rows come back as `id`, `messages` and, where given, `category` and `tools`.
 
     Raises:
         UserError: a bad row, or a source without rows.
@@ -44,6 +44,6 @@ def split_prompts(path: Path, *, held_out: int, seed: int = 0) -> tuple[list[dic
     chosen = hold_out((row.id for row in rows), held_out, seed)
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for row in rows:
-        record: dict[str, Any] = {"id": row.id, "messages": row.messages}
-        parts[row.id in chosen].append(record | ({"tools": row.tools} if row.tools else {}))
+        record = {"id": row.id, "category": row.category, "messages": row.messages, "tools": row.tools}
+        parts[row.id in chosen].append({key: value for key, value in record.items() if value})
     return parts
