@@ -78,10 +78,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=None, help="GPUs used, from cuda:0 on; default: all")
     parser.add_argument("--splits", default="plan", help="T:D, comma-separated; `plan`: what the plan recommends")
     parser.add_argument("--scheme", choices=("shared", "partitioned", "both"), default="shared")
+    parser.add_argument("--sync", choices=("average", "copy"), default="average", help="copy: one way, the old scheme")
     parser.add_argument("--parts", default="single,together,run,stop", help="which parts")
     parser.add_argument("--target-layers", type=int, default=None, help=f"default {LAYERS}, tiny {TINY_LAYERS}")
     parser.add_argument("--target-kind", choices=("auto", "hybrid", "dense"), default="auto")
-    parser.add_argument("--every-rows", type=int, default=50, help="rows of a drafter between two averagings")
+    parser.add_argument("--every-rows", type=int, default=None, help="rows of a drafter a round; 50, with copy 100")
     parser.add_argument("--rounds", type=int, default=1, help="rounds counted in a run")
     parser.add_argument("--samples-per-row", type=int, default=4)
     parser.add_argument("--single-rows", type=int, default=SINGLE_ROWS, help="rows counted for one worker alone")
@@ -109,9 +110,9 @@ def make_setup(arguments: argparse.Namespace) -> Setup:
         layers=arguments.target_layers or (TINY_LAYERS if arguments.tiny else LAYERS),
         tiny=arguments.tiny,
         samples_per_row=arguments.samples_per_row,
-        every_rows=arguments.every_rows,
+        every_rows=arguments.every_rows or (100 if arguments.sync == "copy" else 50),
         output=arguments.output,
-        overrides=tuple(arguments.set),
+        overrides=(f"sync.kind={arguments.sync}", *arguments.set),
     )
 
 
@@ -148,7 +149,7 @@ def measure_all(setup: Setup, parts: Parts, arguments: argparse.Namespace) -> di
         for scheme in schemes:
             if scheme == "partitioned" and targets < drafters:
                 continue
-            name = f"run-{targets}x{drafters}-{scheme}"
+            name = f"run-{targets}x{drafters}-{scheme}" + ("-copy" if arguments.sync == "copy" else "")
             measured = parts.done(name, _run_part(setup, targets, drafters, scheme, arguments.rounds))
             if measured is not None and alone is not None:
                 found["runs"].append(measured | _beside(setup, measured, alone))

@@ -53,7 +53,7 @@ def _runs(runs: list[dict[str, Any]]) -> list[str]:
     for run in runs:
         averaging = ", ".join(f"{s:.2f}" for s in run["averaging_s"]) or "none"
         lines.append(
-            f"| {run['targets']}:{run['drafters']} | {run['scheme']} | {run['tokens_per_s'] / 1e3:.2f} "
+            f"| {run['targets']}:{run['drafters']} | {_scheme(run)} | {run['tokens_per_s'] / 1e3:.2f} "
             f"| {run['predicted']['tokens_per_s'] / 1e3:.2f} | {run['measured_to_predicted']:.3f} "
             f"| {run['supervised_tokens_per_s'] / 1e3:.2f} | {run['block_tokens_per_s'] / 1e3:.1f} "
             f"| {run['drafter_waiting']:.1%} | {run['target_waiting']:.1%} | {run['queue_rows_mean'] or 0:.1f} "
@@ -62,10 +62,14 @@ def _runs(runs: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def _scheme(run: dict[str, Any]) -> str:
+    return run["scheme"] + (", one-way copy" if run["sync"] == "copy" else "")
+
+
 def _workers(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["## Workers", "", "| run | worker | rows | working | waiting | averaging |", "|---|---|---|---|---|---|"]
     for run in runs:
-        name = f"{run['targets']}:{run['drafters']} {run['scheme']}"
+        name = f"{run['targets']}:{run['drafters']} {_scheme(run)}"
         for worker, share in run["workers"].items():
             lines.append(
                 f"| {name} | {worker} | {share['rows']} | {share['working']:.1%} | {share['waiting']:.1%} "
@@ -90,7 +94,7 @@ def _gpus(run: dict[str, Any]) -> str:
         f"{index}: {m['utilization.gpu']:.0f} %, {m['power.draw']:.0f} W, {m['clocks.sm']:.0f} MHz"
         for index, m in run["gpus"].items()
     )
-    return f"GPUs in {run['targets']}:{run['drafters']} {run['scheme']} (busy, power, clock): {each}."
+    return f"GPUs in {run['targets']}:{run['drafters']} {_scheme(run)} (busy, power, clock): {each}."
 
 
 def _together(together: dict[str, Any]) -> list[str]:
