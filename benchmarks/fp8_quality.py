@@ -5,7 +5,7 @@
 The target answers the built-in prompts itself (greedy), its states are captured once, and a drafter is trained on them
 for some hundred steps: in bf16 from three seeds (first weights, order of rows and anchors), and with fp8 products in
 head and MLPs from the first of those seeds. The fp8 curve passes where its smoothed loss lies within the span of the
-bf16 curves widened by nothing, at every point from a tenth of the run on; the share of points that do is reported.
+bf16 curves at every point from a tenth of the run on; the share of points that do is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import DrafterConfig, ExponentialDecay, ObjectiveConfig, OptimizerConfig, TargetConfig
 from draftline.data.answering import Prompt, Sampling, answer_batch, batches_of
 from draftline.data.chat import prompt_ids
-from draftline.data.prompts import builtin_prompts
+from draftline.data.prompts import builtin_prompts, split_prompts
 from draftline.data.rows import plan_rows
 from draftline.data.template import ChatTemplate
 from draftline.drafter.compile_cache import compiled_kernels, process_cache
@@ -51,7 +51,8 @@ class Sample:
 def answered_samples(target: LoadedTarget, tokenizer: Any, limit: int | None) -> list[Sample]:
     """The built-in prompts with the target's own greedy answers."""
     template = ChatTemplate(tokenizer)
-    prompts = [Prompt(p["id"], prompt_ids(template, p["messages"])) for p in builtin_prompts()][:limit]
+    records, _ = split_prompts(builtin_prompts(), held_out=0)
+    prompts = [Prompt(p["id"], prompt_ids(template, p["messages"])) for p in records][:limit]
     samples = []
     for batch in batches_of(prompts, 128, same_length=False):
         answers = answer_batch(target, batch, max_new_tokens=NEW_TOKENS, sampling=Sampling())

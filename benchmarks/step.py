@@ -36,6 +36,8 @@ from peers import SpecForgeSide, has_specforge
 
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2
+# Steps that are timed in one go: the host then runs ahead of the device, as it does in training.
+STEPS_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,16 @@ def run_of(side: Any) -> Callable[[], None]:
     return run
 
 
+def several(side: Any) -> Callable[[], None]:
+    run = run_of(side)
+
+    def steps() -> None:
+        for _ in range(STEPS_AT_ONCE):
+            run()
+
+    return steps
+
+
 def hold(device: torch.device) -> int:
     gc.collect()
     if device.type != "cuda":
@@ -228,7 +240,7 @@ def compare(inputs: Inputs, sides: dict[str, Callable[[], Any]], rounds: int, ce
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(rounds):
         for name, made in ready.items():
-            times[name].append(watch.time(run_of(made.side)))
+            times[name].append(watch.time(several(made.side)) / STEPS_AT_ONCE)
     found = {name: describe(inputs, made, times[name], ceiling) for name, made in ready.items()}
     if inputs.device.type == "cuda":
         for name, made in ready.items():
@@ -241,7 +253,7 @@ def one_by_one(inputs: Inputs, sides: dict[str, Callable[[], Any]], rounds: int,
     watch, found = Stopwatch(inputs.device), {}
     for name, build in sides.items():
         made = make_ready(inputs, build)
-        times = [watch.time(run_of(made.side)) for _ in range(rounds)]
+        times = [watch.time(several(made.side)) / STEPS_AT_ONCE for _ in range(rounds)]
         found[name] = describe(inputs, made, times, ceiling)
         del made
         hold(inputs.device)
@@ -267,7 +279,8 @@ def profile_step(run: Callable[[], None], top: int = 18) -> dict[str, float]:
         run()
         torch.cuda.synchronize()
     kernels = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)[:top]
-    return {f"{e.key[:80]} x{e.count}": round(e.device_time_total / 1e3, 3) for e in kernels}
+    total = sum(e.device_time_total for e in profiler.key_averages()) / 1e3
+    return {"all kernels": total} | {f"{e.key[:80]} x{e.count}": round(e.device_time_total / 1e3, 3) for e in kernels}
 
 
 def our_forms(objective: ObjectiveConfig, fp8: bool) -> dict[str, ObjectiveConfig]:
@@ -316,7 +329,7 @@ def ingredients(big: Shape, small_anchors: int, small_block: int, device: torch.
         side = OurSide(inputs, plain_objective(shape).model_copy(update=extra))
         side.warm()
         peak = peak_bytes(device, side.run_step)
-        seconds = Stopwatch(device).median(side.run_step, rounds)
+        seconds = Stopwatch(device).median(several(side), rounds) / STEPS_AT_ONCE
         found[name] = {
             "median_s": seconds,
             "added_share": None if before is None else (seconds - before) / seconds,

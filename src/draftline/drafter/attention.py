@@ -20,12 +20,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftline.drafter.masks import (
     BlockGroup,
-    BlockMaskBuilder,
     BlockwiseMask,
     DenseMask,
     FlexMask,
     LayerMask,
-    plain_block_mask,
 )
 
 if TYPE_CHECKING:
@@ -155,5 +153,4 @@ class Kernels:
     """What the packed form calls; `compile_cache.compiled_kernels` gives the compiled ones of a device."""
 
     flex: FlexKernel = plain_flex
-    build_block_mask: BlockMaskBuilder = plain_block_mask
     run_layer: LayerRunner = run_layer

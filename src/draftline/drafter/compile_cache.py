@@ -32,7 +32,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftline.drafter.attention import Kernels, plain_flex, run_layer
-from draftline.drafter.masks import FlexMask, plain_block_mask
+from draftline.drafter.masks import FlexMask
 from draftline.errors import RunFailedError
 
 # A drafter needs a handful of graphs a device (two mask kinds, with and without gradient, per block count).
@@ -230,12 +230,11 @@ def compiled_kernels(compiler: DeviceCompiler, *, layers: bool = False) -> Kerne
     """Kernels of the flex path for one device.
 
     Args:
-        layers: compile whole layers, attention inside; False: flex_attention and the mask builder alone.
+        layers: compile whole layers, attention inside; False: flex_attention alone.
     """
-    builder = compiler.compiled(plain_block_mask)
     if layers:
-        return Kernels(flex=plain_flex, build_block_mask=builder, run_layer=compiler.compiled(run_layer))
-    return Kernels(flex=compiler.compiled(plain_flex), build_block_mask=builder)
+        return Kernels(flex=plain_flex, run_layer=compiler.compiled(run_layer))
+    return Kernels(flex=compiler.compiled(plain_flex))
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from draftline.config.drafter_spec import DrafterSpec, LayerType
 
 AttentionPath = Literal["auto", "blockwise", "dense", "flex"]
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-BlockMaskBuilder = Callable[[MaskMod, int, int, str], BlockMask]
 
+# Side of the tiles in which flex_attention skips what is invisible.
+FLEX_TILE = 128
 # Slots whose scores are formed together on the blockwise path: bounds memory, and lets a group skip the context
 # before its window and behind its last anchor.
 GROUP_SLOTS = 512
+# More slots than any block has.
+_NO_BOUND = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +46,29 @@ class MaskRule:
     causal: bool
     from_anchor: bool = False
 
+    def context_bounds(self, anchor: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Context rows [low, high) that `slot` of the block at `anchor` sees, documents aside; low may be negative."""
+        high = anchor + 0 * slot  # the second term only gives the result its full shape
+        if self.window is None:
+            return 0 * high, high
+        return (high if self.from_anchor else anchor + slot + 1) - self.window, high
+
+    def block_bounds(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [low, high) of the own block that `slot` sees; both may lie outside the block."""
+        low, high = 0 * slot, slot + (1 if self.causal else _NO_BOUND)
+        if self.window is None or self.from_anchor:
+            return low, high
+        return slot + 1 - self.window, torch.minimum(high, slot + self.window)
+
     def context(self, anchor: torch.Tensor, slot: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Context at row index `key` is visible to `slot` of the block at `anchor`, documents aside."""
-        visible = (key < anchor) & (slot >= 0)  # the second term only gives the result its full shape
-        if self.window is None:
-            return visible
-        if self.from_anchor:
-            return visible & (key >= anchor - self.window)
-        return visible & (key > anchor + slot - self.window)
+        low, high = self.context_bounds(anchor, slot)
+        return (key >= low) & (key < high)
 
     def block(self, slot: torch.Tensor, key_slot: torch.Tensor) -> torch.Tensor:
         """`key_slot` of the same block is visible to `slot`."""
-        visible = key_slot <= slot if self.causal else key_slot + slot >= 0
-        if self.window is None or self.from_anchor:
-            return visible
-        return visible & ((slot - key_slot).abs() < self.window)
+        low, high = self.block_bounds(slot)
+        return (key_slot >= low) & (key_slot < high)
 
     def context_floor(self, anchor: int) -> int:
         """Lowest context index that any slot of the block at `anchor` sees."""
@@ -133,7 +144,6 @@ def build_masks(
     document_A: torch.Tensor,
     *,
     attention: AttentionPath = "auto",
-    build_block_mask: BlockMaskBuilder | None = None,
 ) -> DrafterMasks:
     """Masks of a row, one for each kind of layer.
 
@@ -141,7 +151,6 @@ def build_masks(
         document_ids_T: document of each context token, -1 for padding; documents are contiguous.
         anchors_A: row index of each block's anchor.
         document_A: document of each block, -1 for padding blocks.
-        build_block_mask: the (compiled) builder of the flex path; None: the uncompiled one.
     """
     path = choose_path(attention, document_ids_T.device)
     masks: DrafterMasks = {}
@@ -150,67 +159,128 @@ def build_masks(
         if path == "dense":
             masks[layer_type] = dense_mask(rule, spec.block_size, document_ids_T, anchors_A, document_A)
         elif path == "flex":
-            builder = build_block_mask or plain_block_mask
-            masks[layer_type] = flex_mask(rule, spec.block_size, document_ids_T, anchors_A, document_A, builder)
+            masks[layer_type] = flex_mask(rule, spec.block_size, document_ids_T, anchors_A, document_A)
         else:
             masks[layer_type] = blockwise_mask(rule, spec.block_size, document_ids_T, anchors_A, document_A)
     return masks
 
 
-def make_mask_mod(
-    rule: MaskRule, block_size: int, document_ids_T: torch.Tensor, anchors_A: torch.Tensor, document_A: torch.Tensor
-) -> MaskMod:
-    """The rule as a function of (batch, head, query index, key index), for flex_attention and the dense twin.
+@dataclass(frozen=True, slots=True)
+class VisibleStretches:
+    """All that a query sees: two stretches of keys, [low, high) of the context and [own_low, own_high) of its block.
 
-    Indices may lie past the ends, because flex rounds both lengths up to its block of 128; reads are clamped.
+    Attributes:
+        low_Q, high_Q, own_low_Q, own_high_Q: int32 key indices; a stretch may be empty.
+        n_keys: S.
     """
-    n_context, n_blocks = document_ids_T.shape[0], anchors_A.shape[0]
 
-    def visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        block, slot = (query // block_size).clamp(max=n_blocks - 1), query % block_size
-        context_key = key.clamp(max=n_context - 1)
-        document = document_A[block]
-        sees_context = (
-            (key < n_context)
-            & (document >= 0)
-            & (document_ids_T[context_key] == document)
-            & rule.context(anchors_A[block], slot, context_key)
+    low_Q: torch.Tensor
+    high_Q: torch.Tensor
+    own_low_Q: torch.Tensor
+    own_high_Q: torch.Tensor
+    n_keys: int
+
+    @property
+    def n_queries(self) -> int:
+        return self.low_Q.shape[0]
+
+    def mask_mod(self) -> MaskMod:
+        """The mask as flex_attention wants it: a function of (batch, head, query index, key index).
+
+        Four numbers a query are all that is looked up inside a kernel. Query indices may lie past the end, because
+        flex rounds lengths up to its tiles; reads are clamped.
+        """
+        low_Q, high_Q, own_low_Q, own_high_Q = self.low_Q, self.high_Q, self.own_low_Q, self.own_high_Q
+        last = self.n_queries - 1
+
+        def visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            query = query.clamp(max=last)
+            in_context = (key >= low_Q[query]) & (key < high_Q[query])
+            return in_context | ((key >= own_low_Q[query]) & (key < own_high_Q[query]))
+
+        return visible
+
+    def count(self, tile: int) -> torch.Tensor:
+        """Visible (query, key) pairs in each tile of `tile` queries by `tile` keys, int64 [ceil(Q/t), ceil(S/t)]."""
+        start_K = torch.arange(0, self.n_keys, tile, device=self.low_Q.device)
+        seen_QK = _overlap(self.low_Q, self.high_Q, start_K, tile) + _overlap(
+            self.own_low_Q, self.own_high_Q, start_K, tile
         )
-        block_key = key - n_context
-        sees_block = (block_key >= 0) & (block_key // block_size == block) & rule.block(slot, block_key % block_size)
-        return sees_context | sees_block
+        seen_QK = torch.nn.functional.pad(seen_QK, (0, 0, 0, -self.n_queries % tile))
+        return seen_QK.unflatten(0, (-1, tile)).sum(1)
 
-    return visible
+
+def _overlap(low_Q: torch.Tensor, high_Q: torch.Tensor, start_K: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys that [low, high) shares with [start, start + length), [Q, K]."""
+    stop = torch.minimum(high_Q[:, None], start_K + length)
+    return (stop - torch.maximum(low_Q[:, None], start_K)).clamp(min=0)
+
+
+def visible_stretches(
+    rule: MaskRule, block_size: int, document_ids_T: torch.Tensor, anchors_A: torch.Tensor, document_A: torch.Tensor
+) -> VisibleStretches:
+    """The rule for a row. No host sync."""
+    n_context, n_blocks = document_ids_T.shape[0], anchors_A.shape[0]
+    slots_B = torch.arange(block_size, device=anchors_A.device)
+    low_AB, high_AB = rule.context_bounds(anchors_A[:, None], slots_B)
+    first_A = _first_tokens(document_ids_T, document_A)
+    own_low_B, own_high_B = (bound.clamp(0, block_size) for bound in rule.block_bounds(slots_B))
+    own_A1 = (n_context + block_size * torch.arange(n_blocks, device=anchors_A.device))[:, None]
+    bounds = (
+        torch.maximum(low_AB, first_A[:, None]),
+        torch.where((document_A < 0)[:, None], 0, high_AB),
+        own_A1 + own_low_B,
+        own_A1 + own_high_B,
+    )
+    return VisibleStretches(*(bound.flatten().int() for bound in bounds), n_keys=n_context + n_blocks * block_size)
+
+
+def _first_tokens(document_ids_T: torch.Tensor, document_A: torch.Tensor) -> torch.Tensor:
+    """Row index of the first token of each block's document [A], without host sync; anything for padding blocks."""
+    n_context = document_ids_T.shape[0]
+    order_T = torch.arange(n_context, device=document_ids_T.device)
+    first_D = torch.full((n_context + 1,), n_context, device=document_ids_T.device)
+    first_D.scatter_reduce_(0, document_ids_T.long() % (n_context + 1), order_T, "amin")  # -1, padding, goes last
+    return first_D[document_A.long().clamp(min=0)]
 
 
 def dense_mask(
     rule: MaskRule, block_size: int, document_ids_T: torch.Tensor, anchors_A: torch.Tensor, document_A: torch.Tensor
 ) -> DenseMask:
     """The whole (Q, S) mask; for tests and small shapes."""
-    mod = make_mask_mod(rule, block_size, document_ids_T, anchors_A, document_A)
-    n_queries = anchors_A.shape[0] * block_size
-    queries = torch.arange(n_queries, device=anchors_A.device)[:, None]
-    keys = torch.arange(document_ids_T.shape[0] + n_queries, device=anchors_A.device)[None]
-    return DenseMask(mod(queries, queries, queries, keys))
-
-
-def plain_block_mask(mask_mod: MaskMod, q_len: int, kv_len: int, device: str) -> BlockMask:
-    """create_block_mask for one batch and all heads."""
-    return create_block_mask(mask_mod, None, None, q_len, kv_len, device=device)
+    seen = visible_stretches(rule, block_size, document_ids_T, anchors_A, document_A)
+    queries = torch.arange(seen.n_queries, device=anchors_A.device)[:, None]
+    keys = torch.arange(seen.n_keys, device=anchors_A.device)[None]
+    return DenseMask(seen.mask_mod()(queries, queries, queries, keys))
 
 
 def flex_mask(
-    rule: MaskRule,
-    block_size: int,
-    document_ids_T: torch.Tensor,
-    anchors_A: torch.Tensor,
-    document_A: torch.Tensor,
-    builder: BlockMaskBuilder = plain_block_mask,
+    rule: MaskRule, block_size: int, document_ids_T: torch.Tensor, anchors_A: torch.Tensor, document_A: torch.Tensor
 ) -> FlexMask:
-    """The BlockMask of flex_attention (its block stays 128; sorted anchors make most of its blocks empty or full)."""
-    mod = make_mask_mod(rule, block_size, document_ids_T, anchors_A, document_A)
-    n_queries = anchors_A.shape[0] * block_size
-    return FlexMask(builder(mod, n_queries, document_ids_T.shape[0] + n_queries, str(document_ids_T.device)))
+    """The BlockMask of flex_attention (sorted anchors make most of its tiles empty or full).
+
+    Which tiles are empty, partly or wholly visible is counted from the stretches: Q * S / 128 numbers, where
+    `create_block_mask` forms the whole Q * S mask, or compiles for minutes (190 s and more on one shape, torch 2.11).
+    """
+    seen = visible_stretches(rule, block_size, document_ids_T, anchors_A, document_A)
+    count_QK = seen.count(FLEX_TILE)
+    full_QK = count_QK == FLEX_TILE * FLEX_TILE
+    partial_QK = (count_QK > 0) & ~full_QK
+    return FlexMask(
+        BlockMask.from_kv_blocks(
+            *_tile_lists(partial_QK),
+            *_tile_lists(full_QK),
+            BLOCK_SIZE=FLEX_TILE,
+            mask_mod=seen.mask_mod(),
+            seq_lengths=(seen.n_queries, seen.n_keys),
+        )
+    )
+
+
+def _tile_lists(wanted_QK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tiles each row of tiles has, int32 [1, 1, Q/128], and which, first in the list [1, 1, Q/128, S/128]."""
+    order_QK = torch.argsort(wanted_QK.int(), dim=-1, descending=True, stable=True)
+    return wanted_QK.sum(-1, dtype=torch.int32)[None, None], order_QK.int().contiguous()[None, None]
 
 
 def blockwise_mask(
@@ -219,23 +289,17 @@ def blockwise_mask(
     """Groups of blocks with only the context that they can see. Reads anchors on the host: for the CPU."""
     slots_B = torch.arange(block_size, device=anchors_A.device)
     anchors, documents = anchors_A.tolist(), document_A.tolist()
-    first_token = _first_tokens(document_ids_T)
+    firsts = _first_tokens(document_ids_T, document_A).tolist()
     groups = []
     for first, last in _runs(documents, max(1, GROUP_SLOTS // block_size)):
         start = stop = 0
         if documents[first] >= 0:
-            start = max(first_token[documents[first]], rule.context_floor(min(anchors[first:last])))
+            start = max(firsts[first], rule.context_floor(min(anchors[first:last])))
             stop = max(start, *anchors[first:last])
         keys_C = torch.arange(start, stop, device=anchors_A.device)
         visible_ABC = rule.context(anchors_A[first:last, None, None], slots_B[:, None], keys_C)
         groups.append(BlockGroup(first, last, start, stop, visible_ABC))
     return BlockwiseMask(tuple(groups), rule.block(slots_B[:, None], slots_B))
-
-
-def _first_tokens(document_ids_T: torch.Tensor) -> dict[int, int]:
-    documents, counts = torch.unique_consecutive(document_ids_T, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    return dict(zip(documents.tolist(), starts.tolist(), strict=True))
 
 
 def _runs(documents: list[int], longest: int) -> list[tuple[int, int]]:

@@ -271,15 +271,8 @@ class Drafter(nn.Module):
     def build_masks(
         self, document_ids_T: torch.Tensor, anchors_A: torch.Tensor, document_A: torch.Tensor
     ) -> DrafterMasks:
-        """Masks of a row for `forward`, in the form and with the kernels of this drafter; see `masks.build_masks`."""
-        return build_masks(
-            self.spec,
-            document_ids_T,
-            anchors_A,
-            document_A,
-            attention=self.attention,
-            build_block_mask=self._ready_kernels().build_block_mask,
-        )
+        """Masks of a row for `forward`, in the form of this drafter; see `masks.build_masks`."""
+        return build_masks(self.spec, document_ids_T, anchors_A, document_A, attention=self.attention)
 
     def context(self, taps_TF: torch.Tensor) -> torch.Tensor:
         """What all layers read of the target: (T, H)."""

@@ -31,8 +31,7 @@ class MasterOptimizer:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self._compute]
         self._on_gpu = self.device.type == "cuda"
         self._clip_norm = config.clip_norm
-        self._gradients = [torch.empty_like(m, dtype=torch.float32, requires_grad=False) for m in self.masters]
-        self._is_empty = True  # what `_gradients` holds is of an earlier step
+        self._gradients: list[Tensor] = []  # of the step in the making; empty before its first row
         self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
         for master in self.masters:
             master.requires_grad_(True)
@@ -61,25 +60,23 @@ class MasterOptimizer:
         """Adds the compute parameters' gradients and this row's denominator to the step in the making.
 
         Takes the gradients away from the parameters; the first fp32 ones of a step are kept as they are, not copied.
+        fp32 gradients exist from here to the end of the step only: not while the first row's activations do.
         A denominator that is not finite marks a row whose loss was not: the step it goes into changes nothing.
         """
+        is_first = not self._gradients
         for i, parameter in enumerate(self._compute):
             gradient, parameter.grad = parameter.grad, None
-            if self._is_empty and gradient is not None and gradient.dtype == torch.float32:
-                self._gradients[i] = gradient
-            elif self._is_empty:
-                self._gradients[i].zero_() if gradient is None else self._gradients[i].copy_(gradient)
+            if is_first:
+                self._gradients.append(torch.zeros_like(self.masters[i]) if gradient is None else gradient.float())
             elif gradient is not None:
                 self._gradients[i].add_(gradient)
-        self._is_empty = False
         self._denominator += denominator.detach().to(self._denominator)
 
     @property
     def gradients(self) -> list[Tensor]:
         """fp32 sums of numerator gradients of the step in the making, in the order of `masters`."""
-        if self._is_empty:
-            torch._foreach_zero_(self._gradients)
-            self._is_empty = False
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(master) for master in self.masters]
         return self._gradients
 
     @property
@@ -123,7 +120,7 @@ class MasterOptimizer:
 
     def clear(self) -> None:
         """Forgets everything absorbed."""
-        self._is_empty = True
+        self._gradients = []
         self._denominator.zero_()
 
     @torch.no_grad()

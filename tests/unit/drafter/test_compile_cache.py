@@ -25,7 +25,6 @@ from draftline.drafter.compile_cache import (
     process_cache,
     process_gate,
 )
-from draftline.drafter.masks import plain_block_mask
 from draftline.drafter.model import default_kernels
 from draftline.errors import RunFailedError
 
@@ -326,7 +325,6 @@ def test_kernels_are_compiled_by_default_on_a_gpu_and_only_there() -> None:
     assert default_kernels(torch.device("cpu")) == Kernels()
     ours = default_kernels(torch.device("cuda", 1))
     assert ours.flex is process_cache().device("cuda:1").compiled(plain_flex)
-    assert ours.build_block_mask is process_cache().device("cuda:1").compiled(plain_block_mask)
 
 
 def test_signatures_tell_apart_what_graphs_depend_on() -> None:

@@ -9,7 +9,7 @@ import torch
 from drafter_rows import blocks_at, make_row, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from draftline.drafter.blocks import BlockBatch, pad_row
 from draftline.drafter.masks import (
@@ -22,8 +22,8 @@ from draftline.drafter.masks import (
     choose_path,
     dense_mask,
     flex_mask,
-    make_mask_mod,
     mask_rule,
+    visible_stretches,
 )
 from draftline.records import HiddenStateRow
 
@@ -96,7 +96,9 @@ def test_flex_rule_is_the_dense_one(rule: MaskRule, case: Case) -> None:
     row, blocks, block_size = case
     where = (block_size, row.document_ids_T, blocks.anchors_A, blocks.document_A)
     dense = dense_mask(rule, *where).visible_QS
-    assert torch.equal(create_mask(make_mask_mod(rule, *where), None, None, *dense.shape, device="cpu")[0, 0], dense)
+    assert torch.equal(
+        create_mask(visible_stretches(rule, *where).mask_mod(), None, None, *dense.shape, device="cpu")[0, 0], dense
+    )
 
 
 @pytest.mark.parametrize(("n_blocks", "block_size", "n_context"), [(7, 5, 61), (20, 7, 130), (26, 5, 300)])
@@ -108,13 +110,28 @@ def test_flex_mask_of_a_shape_that_is_no_multiple_of_128_reads_no_anchor_past_th
     blocks = blocks_at(row, spec, list(range(1, n_blocks)), padding=1)
     where = (block_size, row.document_ids_T, blocks.anchors_A, blocks.document_A)
     rule = MaskRule(window=9, causal=True)
-    block_mask = flex_mask(rule, *where).block_mask  # indices are rounded up to 128: unclamped reads would raise
-    dense = dense_mask(rule, *where).visible_QS
-    tiles = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128, 0, -dense.shape[0] % 128))
-    tiles = tiles.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(3).any(1)
-    assert torch.equal(block_mask.to_dense()[0, 0].bool() | ~tiles, torch.ones_like(tiles))
-    beyond = torch.tensor(10_000)
-    assert not make_mask_mod(rule, *where)(beyond, beyond, beyond, beyond)
+    beyond = torch.tensor(10_000)  # flex rounds indices up to its tiles: unclamped reads would raise
+    assert not visible_stretches(rule, *where).mask_mod()(beyond, beyond, beyond, beyond)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rules(), st.integers(1, 40), st.sampled_from([5, 8, 16, 128]), st.integers(2, 500), st.integers(0, 3))
+def test_tiles_are_those_that_torch_finds_by_forming_the_whole_mask(
+    rule: MaskRule, n_blocks: int, block_size: int, n_context: int, padding: int
+) -> None:
+    row = make_row((n_context - n_context // 3, n_context // 3)) if n_context >= 3 else make_row((n_context,))
+    anchors = sorted({i * n_context // n_blocks for i in range(n_blocks)})
+    blocks = blocks_at(row, tiny_spec(block_size=block_size), anchors, padding)
+    where = (block_size, row.document_ids_T, blocks.anchors_A, blocks.document_A)
+    seen, ours = visible_stretches(rule, *where), flex_mask(rule, *where).block_mask
+    theirs = create_block_mask(seen.mask_mod(), None, None, seen.n_queries, seen.n_keys, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        count = getattr(ours, f"{kind}_num_blocks")
+        assert torch.equal(count, getattr(theirs, f"{kind}_num_blocks"))
+        wanted = torch.arange(getattr(ours, f"{kind}_indices").shape[-1]) < count[..., None]
+        pairs = [getattr(mask, f"{kind}_indices").masked_fill(~wanted, -1) for mask in (ours, theirs)]
+        assert torch.equal(*pairs)
 
 
 def test_masks_are_made_once_for_each_kind_of_layer() -> None:
