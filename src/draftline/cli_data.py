@@ -61,7 +61,7 @@ def prepare(
 ) -> None:
     """Turn conversations into token shards with exact loss masks."""
     from draftline.config.schema import TargetConfig
-    from draftline.data.interrupt import unwound_by_sigterm
+    from draftline.data.interrupt import unwound_by_signals
     from draftline.data.options import weighted_sources
     from draftline.data.prepare import prepare as run
 
@@ -69,7 +69,7 @@ def prepare(
     config = TargetConfig(
         model=target, trust_remote_code=trust_remote_code, chat_template_kwargs=json_object(chat_template_kwargs)
     )
-    with unwound_by_sigterm("prepare"):
+    with unwound_by_signals("prepare"):
         report = run(
             names,
             output,

@@ -143,6 +143,8 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
     )
     yield _supervised(manifest.n_supervised / manifest.n_tokens)
     yield _cut(manifest.n_answer_cut / manifest.n_samples, manifest.max_tokens)
+    if manifest.label_check is not None:
+        yield _own_labels(manifest.label_check.share)
     if context.target is not None:
         yield _same_tokenizer(context.target, context.data)
 
@@ -266,6 +268,15 @@ def _cut(share: float, max_tokens: int) -> Finding:
     what = f"{share:.0%} of the answers were cut by a length limit (samples of up to {max_tokens} tokens)"
     if share > 0.5:
         return Finding("warn", what, "raise --max-new-tokens of regenerate or --max-tokens of prepare")
+    return Finding("ok", what)
+
+
+def _own_labels(share: float) -> Finding:
+    from draftline.data.manifest import LOW_LABEL_SHARE
+
+    what = f"{share:.0%} of the labels looked at are the target's own first choice"
+    if share < LOW_LABEL_SHARE:
+        return Finding("warn", what, "let the target answer the prompts itself (`draftline regenerate`)")
     return Finding("ok", what)
 
 

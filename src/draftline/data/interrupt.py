@@ -1,4 +1,4 @@
-"""SIGTERM as a polite end: what is half-written goes away, as it does after Ctrl-C."""
+"""SIGINT and SIGTERM as a polite end: what is half-written goes away, and one line says so."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from types import FrameType
 
 from draftline.errors import RunStoppedError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-class _TerminatedError(KeyboardInterrupt):
+
+class _StoppedHereError(KeyboardInterrupt):
     """Raised by the handler in the main thread; no `except Exception` of a library may swallow it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__()
 
 
 @contextmanager
-def unwound_by_sigterm(what: str) -> Iterator[None]:
-    """While the body runs in the main thread, SIGTERM unwinds it; a second one ends the process at once.
+def unwound_by_signals(what: str) -> Iterator[None]:
+    """While the body runs in the main thread, the first signal unwinds it, and the second ends the process at once.
 
     Args:
         what: for the message, for example "prepare".
 
     Raises:
-        RunStoppedError: SIGTERM came.
+        RunStoppedError: a signal came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,14 +37,16 @@ def unwound_by_sigterm(what: str) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        signal.signal(number, signal.SIG_DFL)
-        raise _TerminatedError
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        raise _StoppedHereError(number)
 
-    before = signal.signal(signal.SIGTERM, handle)
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield
-    except _TerminatedError:
-        message = f"{what} was stopped by SIGTERM; nothing was written"
-        raise RunStoppedError(message, signal_number=signal.SIGTERM) from None
+    except _StoppedHereError as stop:
+        name = signal.Signals(stop.number).name
+        raise RunStoppedError(f"{what} was stopped by {name}; nothing was written", signal_number=stop.number) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

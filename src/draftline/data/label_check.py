@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftline.data.choice import chosen_samples
-from draftline.data.manifest import MANIFEST_NAME, DatasetManifest, LabelCheck
+from draftline.data.manifest import LOW_LABEL_SHARE, MANIFEST_NAME, DatasetManifest, LabelCheck
 from draftline.data.shards import Sample, TokenDataset
 from draftline.data.storage import write_text_atomic
 from draftline.errors import UserError
@@ -22,7 +22,6 @@ from draftline.target.selftest import head_logits
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
-LOW_SHARE = 0.75
 POSITIONS_AT_ONCE = 512
 
 
@@ -79,9 +78,9 @@ def label_lines(check: LabelCheck) -> list[str]:
         f"labels that are the target's own first choice: {check.share:.1%} "
         f"of {check.n_labels} in {check.n_samples} samples"
     )
-    if check.share >= LOW_SHARE:
+    if check.share >= LOW_LABEL_SHARE:
         return [line]
     return [
         line,
-        f"  warning: below {LOW_SHARE:.0%}; let the target answer the prompts itself (`draftline regenerate`)",
+        f"  warning: below {LOW_LABEL_SHARE:.0%}; let the target answer the prompts itself (`draftline regenerate`)",
     ]

@@ -14,6 +14,7 @@ from draftline.errors import UserError
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "draftline-dataset"
+LOW_LABEL_SHARE = 0.75  # below it the answers are hardly the target's
 
 
 class _Record(BaseModel):
