@@ -89,6 +89,7 @@ class BatchedTarget:
     def close(self, session: RowSession) -> None:
         self._free.append(session.row)
 
+    @torch.inference_mode()
     def prefill(self, sessions: Sequence[RowSession], prompts: Sequence[Sequence[int]]) -> list[Forwarded]:
         """Runs and commits prompts; see `Prefill`."""
         device = self.target.device
@@ -98,6 +99,7 @@ class BatchedTarget:
             session.commit(len(ids))
         return [(logits_NV[-1], taps_NF) for logits_NV, taps_NF in found]
 
+    @torch.inference_mode()
     def extend(self, sessions: Sequence[RowSession], requests: Sequence[Extend]) -> list[Forwarded]:
         """Runs tokens behind each prompt's committed text; see `Extend`."""
         self._move_paths(sessions)

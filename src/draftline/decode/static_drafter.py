@@ -57,6 +57,10 @@ class StaticDrafter:
     def mask_token_id(self) -> int:
         return self.bound.mask_token_id
 
+    def fork(self) -> BoundDrafter:
+        """The same weights with a context of its own, not compiled: a batch decodes in other shapes."""
+        return self.bound.fork()
+
     def start(self) -> None:
         self._length = 0
 

@@ -89,6 +89,7 @@ class StaticTarget:
                 session.extend(torch.zeros(width, dtype=torch.long, device=self.target.device))
                 session.commit(0)
 
+    @torch.inference_mode()
     def run_prompt(self, ids_N: torch.Tensor, taps: tuple[int, ...]) -> Forwarded:
         """Runs a prompt of any length, not compiled."""
         n_tokens = ids_N.shape[0]
@@ -105,6 +106,7 @@ class StaticTarget:
         outputs = self._forward(inputs.ids_BN, inputs.positions_BN, inputs.masks, taps, options)
         return outputs[0][0], outputs[1][0] if taps else None
 
+    @torch.inference_mode()
     def run(self, row: RowForward, taps: tuple[int, ...], widths: tuple[int, ...]) -> Forwarded:
         """Runs tokens behind the text in the row, in the prepared form of the next width and length."""
         n_tokens = row.ids_N.shape[0]
@@ -120,6 +122,7 @@ class StaticTarget:
         outputs = call(*values)
         return outputs[0][0, width - n_tokens :], outputs[1][0, width - n_tokens :] if taps else None
 
+    @torch.inference_mode()
     def move_path(self, first: int, path: Sequence[int]) -> None:
         """Moves the columns first + path together, to first, first + 1, ..."""
         device = self.target.device
