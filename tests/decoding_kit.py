@@ -15,6 +15,7 @@ from draftline.decode.linear import RoundContext
 from draftline.decode.plain import plain_generate
 from draftline.target.facts import facts_from_hf
 from draftline.target.load import LoadedTarget, wrap_model
+from spec_kit import small_spec
 
 
 def wrap(model: Any) -> LoadedTarget:
@@ -49,26 +50,14 @@ def tiny_target(seed: int = 0, *, sharpness: float = 6.0, **changes: Any) -> Loa
 
 def tiny_spec(**changes: Any) -> DrafterSpec:
     """Spec of a two-layer drafter for `tiny_target()`."""
-    values: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
+    own: dict[str, Any] = {
         "vocab_size": 13,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "max_position_embeddings": 512,
-        "block_size": 4,
         "mask_token_id": 12,
-        "taps": (1, 2),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "num_target_layers": 4,
-        "layer_types": ("full_attention", "full_attention"),
         "initializer_range": 0.3,
-        **changes,
     }
-    return DrafterSpec(**values)
+    return small_spec(**(own | changes))
 
 
 def random_prompt(seed: int, length: int, vocab_size: int = 13) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.loss import LossTerms
 from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
+from spec_kit import small_spec
 
 
 @dataclass
@@ -157,26 +158,8 @@ def dense_weights(ce: dict[int, float], decay: tuple[str, float]) -> dict[int, f
 
 
 def tiny_spec(**changes: Any) -> DrafterSpec:
-    """Two layers, hidden 16, vocabulary 41, block 4, taps of a 6-layer target."""
-    values: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "vocab_size": 41,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 256,
-        "block_size": 4,
-        "mask_token_id": 40,
-        "taps": (1, 3),
-        "num_target_layers": 6,
-        "layer_types": ("full_attention", "full_attention"),
-        "initializer_range": 0.2,
-    }
-    return DrafterSpec(**(values | changes))
+    """The small drafter, reading layers 1 and 3."""
+    return small_spec(**({"taps": (1, 3), "max_position_embeddings": 256} | changes))
 
 
 def random_row(

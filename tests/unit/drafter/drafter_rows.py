@@ -12,32 +12,25 @@ from draftline.drafter.blocks import BlockBatch, make_blocks
 from draftline.drafter.masks import AttentionPath, DenseMask, FlexMask, LayerMask
 from draftline.drafter.model import Drafter
 from draftline.records import HiddenStateRow
+from spec_kit import small_spec
 
 VOCAB, HIDDEN, MASK_ID = 50, 32, 49
 
 
 def tiny_spec(**changes: Any) -> DrafterSpec:
-    """Two layers, the first one sliding with a window of 5, blocks of 4 slots, grouped heads, two taps."""
-    fields: dict[str, Any] = {
+    """Two layers, the first one sliding with a window of 5, grouped heads."""
+    own: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": 48,
-        "num_layers": 2,
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 16,
         "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "block_size": 4,
         "mask_token_id": MASK_ID,
-        "taps": (1, 2),
-        "num_target_layers": 6,
         "layer_types": ("sliding_attention", "full_attention"),
         "sliding_window": 5,
     }
-    return DrafterSpec(**{**fields, **changes})
+    return small_spec(**(own | changes))
 
 
 def make_row(
