@@ -217,6 +217,59 @@ def test_answers_are_the_runs_of_written_tokens_up_to_their_stop_token() -> None
     assert choose_answers([row], 0, {2}) == [[]]
 
 
+class ScriptedStep:
+    """Drafts the next `right` tokens of the text rightly, wherever it is asked, and remembers where that was."""
+
+    block_size, trees = 4, None
+
+    def __init__(self, right: int) -> None:
+        self.right = right
+        self.whole: list[int] = []
+        self.short: list[tuple[int, int]] = []
+
+    def blocks_at_once(self, row: HiddenStateRow) -> int:
+        return 2
+
+    def _tokens(self, row: HiddenStateRow, anchor: int, drafts: int) -> list[int]:
+        text = [*row.input_ids_T.tolist(), *[99] * drafts]
+        return [text[anchor + k] if k <= self.right else -5 for k in range(1, drafts + 1)]
+
+    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(anchors) <= 2
+        self.whole += anchors
+        tokens = torch.tensor([self._tokens(row, anchor, 3) for anchor in anchors])[..., None]
+        return torch.zeros(tokens.shape), tokens
+
+    def draft_short(
+        self, row: HiddenStateRow, first: int, anchor: int, slots: int, cache: object
+    ) -> tuple[torch.Tensor, torch.Tensor, object]:
+        self.short.append((anchor, slots))
+        tokens = torch.tensor([self._tokens(row, anchor, slots - 1)])[..., None]
+        return torch.zeros(tokens.shape), tokens, cache
+
+
+@pytest.mark.parametrize(
+    ("right", "stop_id", "short", "rounds", "clipped"),
+    [
+        # Eight tokens: the prefill's and seven more. Wrong always: a round a token; two drafts: three tokens a round.
+        (0, 98, [(6, 3), (7, 2)], 7, 2),
+        (2, 98, [(7, 2)], 3, 1),
+        (3, 98, [], 2, 1),
+        (0, 50, [], 7, 0),
+        (3, 50, [], 2, 1),
+        (2, 50, [], 3, 1),
+    ],
+)
+def test_blocks_are_shortened_before_a_length_limit_and_not_before_a_stop_token(
+    right: int, stop_id: int, short: list[tuple[int, int]], rounds: int, clipped: int
+) -> None:
+    row = text_row([0, *[1] * 8], (9,), [*range(8), 50])
+    step = ScriptedStep(right)
+    walk = walk_answers(step, row, answers_of(row, {stop_id}))  # type: ignore[arg-type]
+    assert of_method(walk, 0)[:3] == (rounds, 7, clipped)
+    assert step.short == short
+
+
 def test_a_row_without_answers_walks_no_round() -> None:
     drafter, _, row = trained("full", True)
     walk = walk_answers(make_step(drafter), row, [])

@@ -58,11 +58,11 @@ def grown(step: DrafterStep, row: HiddenStateRow) -> tuple[list[float], int]:
     return sums, whole
 
 
-def block_logits(step: DrafterStep, row: HiddenStateRow, anchor: int) -> torch.Tensor:
+def block_logits(step: DrafterStep, row: HiddenStateRow, anchor: int, slots: int = SPEC.block_size) -> torch.Tensor:
     """Logits of one block by the block form of the drafter, which shares no code with the packed form's blocks."""
     drafter, head = step._drafter, step._head
     first = anchor - int(row.position_ids_T[anchor])
-    ids = torch.full((SPEC.block_size,), SPEC.mask_token_id)
+    ids = torch.full((slots,), SPEC.mask_token_id)
     ids[0] = row.input_ids_T[anchor]
     with torch.no_grad():
         embedded = step._embedding.weight_VH[ids] * step._embedding.scale
@@ -128,3 +128,15 @@ def test_drafts_of_given_places_come_whole_whatever_is_supervised() -> None:
             expected = block_logits(step, row, anchor).log_softmax(-1)
             torch.testing.assert_close(log_probs[index], expected.gather(-1, tokens[index]), rtol=1e-4, atol=1e-4)
             assert tokens[index, :, 0].tolist() == expected.argmax(-1).tolist()
+
+
+def test_short_blocks_see_fewer_mask_tokens_and_may_be_asked_for_in_any_order() -> None:
+    step, row = make_step(), make_row((30, 21))
+    cache = None
+    for anchor, slots in ((33, 3), (40, 2), (36, 3)):
+        log_probs, tokens, cache = step.draft_short(row, 30, anchor, slots, cache)
+        assert tokens.shape[:2] == (1, slots - 1)
+        expected = block_logits(step, row, anchor, slots).log_softmax(-1)
+        torch.testing.assert_close(log_probs[0], expected.gather(-1, tokens[0]), rtol=1e-4, atol=1e-4)
+        whole, _ = step.draft_blocks(row, [anchor])
+        assert not torch.allclose(log_probs[0, 0], whole[0, 0], atol=1e-4)
