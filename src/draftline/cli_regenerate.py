@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftline.cli_data import Device, SkipBad, Target, TemplateKwargs, TrustCode, json_object
-from draftline.errors import UserError
-
-if TYPE_CHECKING:
-    from draftline.data.servers.options import ServerOptions
 
 Source = Annotated[str, typer.Argument(help="JSONL file of prompts or conversations, hf:NAME:SPLIT, or builtin.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="JSONL file to write; a killed run goes on in it.")]
@@ -72,30 +68,23 @@ def regenerate(
     from draftline.data.servers.options import server_options
     from draftline.devices import resolve_devices
 
-    servers: ServerOptions | None = None
-    if server:
-        rest = {"kind": server_kind, "endpoint": endpoint, "timeout_s": timeout_s, "tries": tries}
-        rest |= {"model": model, "concurrency": concurrency, "per_server": per_server, "patience_s": patience_s}
-        servers = server_options(server, api_key_env=api_key_env, extra_body=extra_body, **rest)
-    elif model or api_key_env or extra_body:
-        raise UserError("--model, --api-key-env and --extra-body are for servers", mend="name one with --server")
+    rest: dict[str, Any] = {"kind": server_kind, "endpoint": endpoint, "tries": tries, "timeout_s": timeout_s}
+    rest |= {"concurrency": concurrency, "per_server": per_server, "patience_s": patience_s}
+    servers = server_options(server, api_key_env=api_key_env, model=model, extra_body=extra_body, **rest)
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens, "limit": limit}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     kwargs = json_object(chat_template_kwargs)
     report = run(
         source,
         output,
         target=TargetConfig(model=target, trust_remote_code=trust_remote_code, chat_template_kwargs=kwargs),
         device="cpu" if servers else resolve_devices([device])[0],
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
         batch_size=batch_size,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        limit=limit,
         servers=servers,
         retry_rejected=retry_rejected,
         skip_bad_rows=skip_bad_rows,
+        **limits,
+        **sampling,
     )
     for line in report.summary_lines():
         typer.echo(line)

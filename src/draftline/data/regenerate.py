@@ -84,19 +84,32 @@ def regenerate(
         job = RegenerateJob(source, limit, template, max_prompt_tokens, log)
         if scan.n_settled < scan.n_prompts:
             with progress_bar(progress, scan.n_prompts, scan.n_settled) as shown:
-                if servers is None:
-                    loaded = _load(target, device, template, log)
-                    _answer_all(job, loaded, max_new_tokens, batch_size, sampling, shown)
-                else:
-                    from draftline.data.servers.answering import answer_with_servers
-
-                    answer_with_servers(job, target, servers, sampling, max_new_tokens, shown)
+                _answer_left(job, target, servers or device, sampling, max_new_tokens, batch_size, shown)
         log.append([], [])  # what was rejected without being asked
         report = scan.report(job)
         counts = {"in": report.in_rows, "out": report.out_rows, "rejected": report.rejected_by_reason}
         log.close_with(counts | job.details)
     report.require_answers()
     return report
+
+
+def _answer_left(
+    job: RegenerateJob,
+    target: TargetConfig,
+    by: ServerOptions | str,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch_size: int,
+    shown: Shown,
+) -> None:
+    """Answer what is left, `by` servers or by the target on a device of this process."""
+    if isinstance(by, str):
+        loaded = _load(target, by, job.template, job.log)
+        _answer_all(job, loaded, max_new_tokens, batch_size, sampling, shown)
+        return
+    from draftline.data.servers.answering import answer_with_servers
+
+    answer_with_servers(job, target, by, sampling, max_new_tokens, shown)
 
 
 def _answer_all(

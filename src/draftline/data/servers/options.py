@@ -152,9 +152,16 @@ def parse_extra_body(text: str | None) -> dict[str, Any]:
 
 
 def server_options(
-    urls: Sequence[str], *, api_key_env: str | None, extra_body: str | None, **rest: Any
-) -> ServerOptions:
-    """Options as the command line spells them."""
-    return ServerOptions(
-        tuple(urls), api_key=key_from_environment(api_key_env), extra_body=parse_extra_body(extra_body), **rest
-    )
+    urls: Sequence[str] | None, *, api_key_env: str | None, model: str | None, extra_body: str | None, **rest: Any
+) -> ServerOptions | None:
+    """Options as the command line spells them; None without a server.
+
+    Raises:
+        UserError: a wrong option, or one that is for servers where none is named.
+    """
+    if urls:
+        key, body = key_from_environment(api_key_env), parse_extra_body(extra_body)
+        return ServerOptions(tuple(urls), api_key=key, model=model, extra_body=body, **rest)
+    if model or api_key_env or extra_body:
+        raise UserError("--model, --api-key-env and --extra-body are for servers", mend="name one with --server")
+    return None
