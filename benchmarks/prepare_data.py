@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,9 +25,38 @@ from typing import Any
 
 import psutil
 
+from draftline.data.prompts import builtin_prompts
+
 MAX_TOKENS = 4096
 SYSTEM = ("You are a helpful assistant.", "Answer briefly and to the point.", "You write code and explain it.")
-SYLLABLES = "an be con der en fi gra ho in ka lo men no or pro que ri sta ter un ver wa xi yo zel".split()
+EXTRAS = (
+    "`f(x) = x ** 2`",
+    "def f(x):\n    return x + 1",
+    "- 1, 2, 3",
+    "Größe und Länge",
+    "你好, 世界",
+    "naïve café 🤗",
+)
+SYLLABLES = (
+    "an",
+    "be",
+    "con",
+    "der",
+    "en",
+    "fi",
+    "gra",
+    "ho",
+    "in",
+    "ka",
+    "lo",
+    "men",
+    "no",
+    "or",
+    "pro",
+    "que",
+    "ri",
+    "sta",
+)
 
 
 def write_conversations(path: Path, n_bytes: int, seed: int) -> int:
@@ -48,22 +78,16 @@ def write_conversations(path: Path, n_bytes: int, seed: int) -> int:
 
 
 def _sentences(source: random.Random) -> list[str]:
-    """Sentences of made-up words, common ones more often, with some numbers, code and other scripts."""
-    words = ["".join(source.choices(SYLLABLES, k=source.randint(1, 4))) for _ in range(30_000)]
+    """Sentences of English words and rarer made-up ones, with some numbers, code and other scripts."""
+    english = sorted(set(re.findall(r"[A-Za-z]+", builtin_prompts().read_text(encoding="utf-8"))))
+    source.shuffle(english)
+    words = english + ["".join(source.choices(SYLLABLES, k=source.randint(2, 4))) for _ in range(30_000)]
     weights = [1 / (rank + 2) for rank in range(len(words))]
     sentences = []
     for _ in range(20_000):
         chosen = source.choices(words, weights, k=source.randint(5, 22))
         sentences.append(" ".join(chosen).capitalize() + source.choice(".,.!?:."))
-    extra = [
-        "`f(x) = x ** 2`",
-        "def f(x):\n    return x + 1",
-        "- 1, 2, 3",
-        "Größe und Länge",
-        "你好，世界",
-        "naïve café 🤗",
-    ]
-    return sentences + [f"{source.choice(sentences)} {item}" for item in extra for _ in range(100)]
+    return sentences + [f"{source.choice(sentences)} {item}" for item in EXTRAS for _ in range(100)]
 
 
 def _text(source: random.Random, sentences: list[str], n: int) -> str:
@@ -109,13 +133,9 @@ def run_datasets(source: Path, output: Path, tokenizer: Path, processes: int) ->
         cache_file_name=str(output / "mapped.arrow"),
     )
     end = time.perf_counter()
-    labels = sum(
-        int(batch["n_supervised"].sum())
-        for batch in mapped.select_columns("n_supervised").with_format("numpy").iter(10_000)
-    )
-    tokens = sum(
-        int(batch["n_tokens"].sum()) for batch in mapped.select_columns("n_tokens").with_format("numpy").iter(10_000)
-    )
+    counts = mapped.select_columns(["n_tokens", "n_supervised"]).with_format("numpy")
+    totals = [(int(b["n_tokens"].sum()), int(b["n_supervised"].sum())) for b in counts.iter(10_000)]
+    tokens, labels = (sum(column) for column in zip(*totals, strict=True))
     return {
         "seconds": end - start,
         "map_seconds": end - loaded,
