@@ -37,7 +37,7 @@ from peers import SpecForgeSide, has_specforge
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2
 # Steps that are timed in one go: the host then runs ahead of the device, as it does in training.
-STEPS_AT_ONCE = 3
+STEPS_AT_ONCE = 10
 
 
 @dataclass(frozen=True, slots=True)
