@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftline.drafter.head import HeadForm, Teacher, plan_slots, product, run_head
+from draftline.drafter.head import HeadForm, Teacher, product, run_head
 from draftline.drafter.head_fp8 import Fp8Head, quantize_head, require_fp8
+from draftline.drafter.head_plan import plan_slots
 from draftline.drafter.loss import LossTerms
 from draftline.errors import UserError
 from draftline.records import FrozenHead

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftline.drafter.head import HeadOutput, Teacher, plan_slots, run_head
+from draftline.drafter.head import HeadOutput, Teacher, run_head
 from draftline.drafter.head_chunk import TeacherRows, torch_chunk
 from draftline.drafter.head_fp8 import quantize_head
+from draftline.drafter.head_plan import plan_slots
 from draftline.drafter.loss import LossTerms
 from draftline.records import FrozenHead
 
