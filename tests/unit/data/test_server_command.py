@@ -52,18 +52,19 @@ def test_a_signal_ends_the_run_at_once_with_the_answers_kept(
     number: signal.Signals,
 ) -> None:
     source, handlers = prompts(tmp_path, 60), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    with FakeServer(lambda text, seen: "hang" if text > "hello 2" and not seen else None) as server:
+    with FakeServer(lambda text, seen: "hang" if int(text[6:-1]) >= 40 else None) as server:
         helper = threading.Thread(target=send_later, args=(number, server, 10))
         helper.start()
-        assert ended(monkeypatch, arguments(source, target, "--server", server.url)) == 128 + number
+        assert ended(monkeypatch, arguments(source, target, "--server", server.url, "--concurrency", 4)) == 128 + number
         helper.join()
         (line,) = capfd.readouterr().err.splitlines()
         kept = len(rows(source))
         assert f"stopped by {number.name}; {kept} answers are kept, start again to go on" in line
-        assert kept == server.answered.total() >= 10
+        assert server.answered.total() - 4 <= kept, "only what was under way may be lost"
+        server.script = lambda text, seen: None
         report = run(source, target, options(server))
     assert exactly_once(source, report, 60) and report.resumed_rows == kept and report.rejected == 0
-    assert set(server.answered.values()) == {1}
+    assert sum(count > 1 for count in server.answered.values()) <= 4
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
