@@ -314,3 +314,16 @@ def test_a_loop_that_dies_of_an_unexpected_error_keeps_its_traceback(make_run, m
         run(config)
     kept = (config.output / "failures.log").read_text()
     assert "drafter-0\nTraceback" in kept and "a fault of ours" in kept and "forward_backward" in kept
+
+
+def test_secrets_of_the_environment_reach_no_file_of_a_run(make_run, monkeypatch, capfd):
+    """Neither its configuration nor its logs, its checkpoints or the tracebacks of what failed."""
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "s3cr3t-value")
+    break_capture(monkeypatch, once(raising(RuntimeError("injected"))))
+    config = make_run("max_rows=4")
+    run(config)
+    files = [path for path in config.output.rglob("*") if path.is_file()]
+    assert {"config.yaml", "failures.log", "events.jsonl", "state.json"} <= {path.name for path in files}
+    assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []
+    assert "s3cr3t" not in "".join(capfd.readouterr())

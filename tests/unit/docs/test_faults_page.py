@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|\n ").split(" | ")]
-    for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    for line in PAGE.splitlines()
     if re.match(r"\| [A-G]\d+ ", line)
 ]
 
@@ -24,8 +25,8 @@ def names_of_tests() -> set[str]:
 
 
 def test_the_tests_it_names_exist():
-    named = {name for row in ROWS for name in re.findall(r"`(test_\w+)`", row[3])}
-    assert len(named) > 60
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    assert len(named) > 130
     assert sorted(named - names_of_tests()) == []
 
 
