@@ -7,39 +7,12 @@ Rules that join several fields are checked here, before any weight is loaded, an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from draftline.config.drafter_spec import InBlockAttention, WindowOrigin
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen; an unknown key is an error, and so is a number that is not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TargetConfig(Section):
-    """The frozen model that will be accelerated."""
-
-    model: str = Field(description="Folder, hub id, or path of a .gguf file.")
-    revision: str | None = Field(default=None, description="Hub revision.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto: bfloat16 on a GPU, float32 on the CPU."
-    )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        default="auto", description="Attention backend of the target's forward."
-    )
-    quantization: Literal["int8", "int8_dynamic"] | None = Field(
-        default=None,
-        description="Linear weights quantised when loaded, by torchao (extra `quantized`); null: as the files are. "
-        "int8_dynamic also rounds what goes into them.",
-    )
-    trust_remote_code: bool = Field(default=False, description="Run code from the model repository. Never implied.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Passed to the chat template in training and serving, e.g. enable_thinking."
-    )
+from draftline.config.sections import Section, StatesConfig, TargetConfig
 
 
 class DataConfig(Section):
@@ -221,7 +194,10 @@ class PipelineConfig(Section):
     """Workers, devices and bounds. Workers may share a device; `cpu` is a device too."""
 
     target_devices: tuple[str, ...] = Field(
-        default=("auto",), min_length=1, max_length=64, description="One target each: [cuda:0, cuda:1], [cpu, cpu]; over two: [cuda:0+cuda:1]."
+        default=("auto",),
+        min_length=1,
+        max_length=64,
+        description="One target each: [cuda:0, cuda:1], [cpu, cpu]; one over two devices: [cuda:0+cuda:1].",
     )
     drafter_devices: tuple[str, ...] = Field(
         default=("auto",), min_length=1, max_length=64, description="One drafter each."
@@ -319,27 +295,6 @@ class MonitorConfig(Section):
     )
 
 
-class StatesConfig(Section):
-    """Hidden states on disk, captured once and trained many times."""
-
-    mode: Literal["online", "cache", "offline"] = Field(
-        default="online",
-        description="online: the target runs; cache: it runs for what is not in path yet, and that is added; "
-        "offline: only what `draftline capture` wrote is read, and no target is loaded.",
-    )
-    path: Path | None = Field(default=None, description="Folder of the states.")
-    dtype: Literal["target", "bfloat16", "fp8"] = Field(
-        default="target", description="Numbers on disk: the target's own, or fp8 with a scale for each token and tap."
-    )
-    shard_bytes: int = Field(default=1 << 29, ge=1, description="A file is written once it holds so much.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.mode != "online" and self.path is None:
-            raise ValueError(f"states.mode {self.mode} needs states.path, the folder of the states")
-        return self
-
-
 class RunConfig(Section):
     """A whole training run. `output` holds the resolved configuration, logs, checkpoints and exports."""
 
@@ -365,6 +320,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"pipeline.state_cache_bytes keeps states in memory, states.mode {self.states.mode} on disk; "
                 "set pipeline.state_cache_bytes: 0"
+            )
+        if self.target.backend.kind != "local" and self.drafter.init == "target_layers":
+            raise ValueError(
+                "drafter.init target_layers needs the target's layers, which target.backend "
+                f"{self.target.backend.kind} does not load; use drafter.init random or checkpoint"
             )
         if self.states.mode == "offline" and self.drafter.init == "target_layers" and self.drafter.init_from is None:
             raise ValueError(

@@ -26,7 +26,6 @@ from draftline.pipeline.states import (
 )
 from draftline.pipeline.workers import load_targets, make_captures, prove_targets
 from draftline.records import PlannedRow
-from draftline.target.load import LoadedTarget
 from draftline.target.loop import Capture, check_row
 from draftline.target.states.capture import keep_row
 from draftline.target.states.store import StatesWriter
@@ -57,7 +56,6 @@ def capture_states(config: RunConfig, *, dry_run: bool = False, say: Say = print
     for report in reports.values():
         say(report.line())
     captures = make_captures(plan, targets, reports)
-    assert isinstance(targets[0], LoadedTarget)  # the mode is online here
     store_target(targets[0], parts[0].folder)
     for part in parts:
         _capture_part(plan, part, captures, targets[0].fingerprint, say)

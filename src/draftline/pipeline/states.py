@@ -158,7 +158,7 @@ class StateStores:
             for part in self._parts:
                 identity = states_identity(plan, part.dataset.manifest.fingerprint, target.fingerprint)
                 self._writers.append(open_writer(plan, part, identity))
-            store_target(cast("LoadedTarget", target), self._parts[0].folder)
+            store_target(target, self._parts[0].folder)
 
     def captures(self, captures: Sequence[Capture]) -> list[Capture]:
         """The run's captures, over the disk where the mode says so."""

@@ -17,6 +17,7 @@ from draftline.drafter.sync import Replica
 from draftline.drafter.warm_start import start_from_target
 from draftline.export.formats import load_drafter_export
 from draftline.pipeline.checkpoint import Checkpoint
+from draftline.pipeline.remote import load_lenders, prove_backend, remote_captures
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.start_checks import chosen_init_layers
 from draftline.pipeline.states import load_stored_targets, offline_captures
@@ -27,10 +28,12 @@ from draftline.target.cache import CachedCapture, StateCache
 from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.loop import Capture
+from draftline.target.remote.capture import RemoteCapture, RemoteReport
 from draftline.target.selftest import SelfTestReport, self_test
 from draftline.target.states.stored_target import StoredTarget
 
 Target = LoadedTarget | StoredTarget
+Proof = SelfTestReport | RemoteReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
     """
     if plan.config.states.mode == "offline":
         return load_stored_targets(plan)
+    if plan.config.target.backend.kind != "local":
+        return load_lenders(plan)
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
         same = next((t for t in loaded if t.place == device), None)
@@ -57,25 +62,30 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
     return loaded
 
 
-def prove_targets(plan: RunPlan, targets: Sequence[Target]) -> dict[int, SelfTestReport]:
+def prove_targets(plan: RunPlan, targets: Sequence[Target]) -> Mapping[int, Proof]:
     """The start-up self-test, once for each target that has weights of its own; reports by `id` of its model.
 
     Stored states were captured by a target that proved itself then.
     """
+    if plan.config.states.mode != "offline" and plan.config.target.backend.kind != "local":
+        return {0: prove_backend(plan, targets[0])}
     distinct = {id(target.model): target for target in targets if isinstance(target, LoadedTarget)}
     return {key: self_test(target, plan.spec.taps) for key, target in distinct.items()}
 
 
-def make_captures(plan: RunPlan, targets: Sequence[Target], reports: Mapping[int, SelfTestReport]) -> list[Capture]:
+def make_captures(plan: RunPlan, targets: Sequence[Target], reports: Mapping[int, Proof]) -> list[Capture]:
     """A capture of its own for each worker, in the layout that the self-test settled on; the cache is shared."""
     if plan.config.states.mode == "offline":
         return offline_captures(plan)
-    want_final = plan.config.objective.needs_teacher
-    captures = [
-        TargetCapture(target, plan.spec.taps, want_final=want_final, layout=reports[id(target.model)].layout)
-        for target in targets
-        if isinstance(target, LoadedTarget)
-    ]
+    captures: list[TargetCapture | RemoteCapture] = []
+    if plan.config.target.backend.kind != "local":
+        captures += remote_captures(plan, targets)
+    for target in targets:
+        if isinstance(target, LoadedTarget):
+            report = reports[id(target.model)]
+            assert isinstance(report, SelfTestReport)
+            want_final = plan.config.objective.needs_teacher
+            captures.append(TargetCapture(target, plan.spec.taps, want_final=want_final, layout=report.layout))
     if not plan.config.pipeline.state_cache_bytes:
         return list(captures)
     cache = StateCache(plan.config.pipeline.state_cache_bytes)

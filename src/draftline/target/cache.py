@@ -17,6 +17,7 @@ from torch import Tensor
 from draftline.data.shards import Sample
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.capture import TargetCapture
+from draftline.target.remote.capture import RemoteCapture
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class CachedCapture:
         cache: shared by the run's targets.
     """
 
-    def __init__(self, capture: TargetCapture, cache: StateCache) -> None:
+    def __init__(self, capture: TargetCapture | RemoteCapture, cache: StateCache) -> None:
         self._capture, self._cache = capture, cache
 
     def capture(self, planned: PlannedRow, samples: Sequence[Sample]) -> HiddenStateRow:

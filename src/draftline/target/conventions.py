@@ -9,8 +9,13 @@ Refused both ways: the embedding, and the last layer, whose entry servers and Hu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from draftline.errors import UserError
+from draftline.errors import RunFailedError, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -57,3 +62,60 @@ def aux_ids_to_taps(aux_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
                 mend=mend,
             )
     return check_taps([aux - 1 for aux in aux_ids], num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOrder:
+    """Which layers a payload of vLLM or speculators holds, and which of them are our taps. Made by `capture_order`.
+
+    Attributes:
+        aux_ids: capture ids in the payload's order; id N (the number of layers) is the state after the last layer,
+            BEFORE the final norm.
+        taps: ours.
+    """
+
+    aux_ids: tuple[int, ...]
+    taps: tuple[int, ...]
+    num_layers: int
+
+    def require_final(self) -> None:
+        """Raises UserError if the last layer's state, which a teacher needs, is not captured."""
+        if self.num_layers not in self.aux_ids:
+            raise UserError(
+                f"lacks {self.num_layers}, the state after the last layer, which the objective's teacher needs",
+                where="target.backend.aux_layer_ids",
+                mend="capture it too (speculators: --include-last-layer), or use an objective without a teacher",
+            )
+
+    def split(self, hidden_TLH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(taps [T, L * H] in our order, state before the final norm [T, H] or None).
+
+        Raises:
+            RunFailedError: the payload has another number of layers.
+        """
+        if hidden_TLH.shape[1] != len(self.aux_ids):
+            what = f"a payload holds {hidden_TLH.shape[1]} layers, {len(self.aux_ids)} are captured"
+            raise RunFailedError(what, origin="target capture")
+        columns = [self.aux_ids.index(tap + 1) for tap in self.taps]
+        final = self.aux_ids.index(self.num_layers) if self.num_layers in self.aux_ids else None
+        return hidden_TLH[:, columns].flatten(1), None if final is None else hidden_TLH[:, final]
+
+
+def capture_order(aux_ids: Sequence[int], taps: Sequence[int], num_layers: int) -> CaptureOrder:
+    """Checks what a server or a file captures against what the drafter taps.
+
+    Raises:
+        UserError: an id outside the model or twice, or a tap that is not captured.
+    """
+    where, ids = "target.backend.aux_layer_ids", tuple(aux_ids)
+    bad = [i for i in ids if not 0 <= i <= num_layers]
+    if bad or len(set(ids)) != len(ids):
+        raise UserError(f"{list(ids)} must be different ids of 0..{num_layers}", where=where, mend="0 is the embedding")
+    missing = [tap for tap in check_taps(taps, num_layers) if tap + 1 not in ids]
+    if missing:
+        raise UserError(
+            f"{list(ids)} lacks {[tap + 1 for tap in missing]}, the taps {missing} in its counting (one higher)",
+            where=where,
+            mend="capture those layers, or choose drafter.taps among what is captured",
+        )
+    return CaptureOrder(ids, tuple(taps), num_layers)

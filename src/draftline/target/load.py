@@ -31,10 +31,10 @@ from draftline.target.facts import (
     load_hf_config,
     model_source,
 )
+from draftline.target.modules import find_layers, find_norm
 from draftline.target.quantized import kind_of, plain, quantization_kwargs
 from draftline.target.spread import device_parts, require_accelerate, spread
 
-_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "norm_f")
 _SAMPLED_ELEMENTS = 8  # of each weight, for the fingerprint
 
 
@@ -158,7 +158,7 @@ def load_target(
     model = _freeze(_read_model(config, hf_config, dtype, wanted), wanted if len(parts) == 1 else torch.device("cpu"))
     if len(parts) > 1:
         require_accelerate()
-        decoder, name = _find_layers(model, facts)
+        decoder, name = find_layers(model, facts)
         model = spread(model, list(getattr(decoder, name)), parts)
     tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
     stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(tokenizer)))
@@ -179,7 +179,7 @@ def wrap_model(
     Raises:
         UserError: no decoder layers or no linear head can be found in it.
     """
-    decoder, layers_name = _find_layers(model, facts)
+    decoder, layers_name = find_layers(model, facts)
     embedding = model.get_input_embeddings()
     weight_VH = plain(embedding.weight)
     return LoadedTarget(
@@ -189,7 +189,7 @@ def wrap_model(
         text_config=model.config.get_text_config(decoder=True),
         decoder=decoder,
         layers_name=layers_name,
-        norm_name=next((n for n in _NORM_NAMES if isinstance(getattr(decoder, n, None), nn.Module)), None),
+        norm_name=find_norm(decoder),
         device=weight_VH.device,
         dtype=weight_VH.dtype,
         embedding=FrozenEmbedding(weight_VH, _embedding_scale(embedding, facts)),
@@ -338,19 +338,6 @@ def _copy_to(source: LoadedTarget, device: torch.device) -> LoadedTarget:
         facts=source.facts,
         stop_token_ids=source.stop_token_ids,
         known_fingerprint=source.fingerprint,
-    )
-
-
-def _find_layers(model: Any, facts: TargetFacts) -> tuple[Any, str]:
-    """The module that runs the layers, and the name it keeps them under."""
-    for decoder in (model.get_decoder(), *model.modules()):
-        for name in ("layers", "h", "blocks"):
-            layers = getattr(decoder, name, None)
-            if isinstance(layers, nn.ModuleList) and len(layers) == facts.num_layers:
-                return decoder, name
-    raise UserError(
-        f"no list of {facts.num_layers} decoder layers found in {type(model).__name__}",
-        mend="this architecture is not supported as a target",
     )
 
 

@@ -11,6 +11,7 @@ from draftline.errors import RunFailedError
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.cache import SampleStates
 from draftline.target.capture import TargetCapture, assemble_row
+from draftline.target.remote.capture import RemoteCapture
 from draftline.target.states.store import StatesReader, StatesWriter
 
 
@@ -49,7 +50,9 @@ class StoringCapture:
         writer: shared by the run's targets.
     """
 
-    def __init__(self, capture: TargetCapture, reader: StatesReader | None, writer: StatesWriter) -> None:
+    def __init__(
+        self, capture: TargetCapture | RemoteCapture, reader: StatesReader | None, writer: StatesWriter
+    ) -> None:
         self._capture, self._reader, self._writer = capture, reader, writer
 
     def capture(self, planned: PlannedRow, samples: Sequence[Sample]) -> HiddenStateRow:

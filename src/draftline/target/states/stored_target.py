@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from draftline.data.storage import disk_errors, write_text_atomic
 from draftline.errors import UserError
@@ -27,6 +28,7 @@ class StoredTarget:
     Attributes:
         device, dtype: of the two weights.
         fingerprint: of the target that they are from.
+        final_norm: the target's, where states come before it.
     """
 
     embedding: FrozenEmbedding
@@ -35,13 +37,14 @@ class StoredTarget:
     dtype: torch.dtype
     stop_token_ids: frozenset[int]
     fingerprint: str
+    final_norm: nn.Module | None = None
 
     @property
     def vocab_size(self) -> int:
         return int(self.embedding.weight_VH.shape[0])
 
 
-def store_target(target: LoadedTarget, folder: Path) -> None:
+def store_target(target: LoadedTarget | StoredTarget, folder: Path) -> None:
     """Writes embedding and head of `target` (once, if they are tied) to `folder`, unless they are there.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Targets that run elsewhere: a served model, or files that somebody captured."""
