@@ -16,7 +16,8 @@ from speculators.losses import eager, utils
 from torch import Tensor
 
 from draftline.config.schema import Decay, DPaceDecay, ExponentialDecay
-from draftline.drafter.head import HeadForm, Teacher, plan_slots, run_head
+from draftline.drafter.head import HeadForm, Teacher, run_head
+from draftline.drafter.head_plan import plan_slots
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
 from draftline.records import FrozenHead
 

@@ -13,8 +13,7 @@ Slots without weight are dropped before product 1. The others are ordered by the
 (p + k - 1): slots of overlapping blocks that share a position stand side by side, and its teacher row is made once for
 all of them (twice where a chunk ends between them). At most C draft and C teacher rows of logits are alive at a time.
 
-How many slots are left is known on the device first. `plan_slots` starts the copy of a few counts to the host before
-the drafter's forward is launched; `HeadPlan.chunks` waits for that copy alone, while the forward is still running.
+Which slots those are, in which order, says the plan (`head_plan.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from draftline.drafter import loss
 from draftline.drafter.head_chunk import VALUE_FIELDS, TeacherRows, apply_head_, torch_chunk
 from draftline.drafter.head_fp8 import Fp8Head, gradient_product_fp8, project_fp8
+from draftline.drafter.head_plan import Chunk, HeadPlan
 from draftline.drafter.loss import LossTerms
 from draftline.drafter.top_tokens import TopTokens
 from draftline.records import FrozenHead
@@ -53,70 +53,6 @@ class Teacher:
 
     head: FrozenHead
     hidden_TH: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Slots start..stop of the ordered slots, which predict from unique positions first..last of the plan."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-
-class HeadPlan:
-    """Which slots pass the head, in which order and chunks. Made by `plan_slots`.
-
-    Attributes:
-        order_Q: int64, slot of each place; supervised slots first, by the position they predict from.
-        rank_Q: int64, which of the unique positions each place predicts from.
-        positions_Q: int64, context position of each unique position (only the first few are filled).
-    """
-
-    def __init__(self, order_Q: Tensor, rank_Q: Tensor, positions_Q: Tensor, counts: Tensor, chunk: int) -> None:
-        self.order_Q, self.rank_Q, self.positions_Q = order_Q, rank_Q, positions_Q
-        self._chunk, self._counts, self._copied = chunk, counts, None
-        if counts.is_cuda:
-            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._counts.copy_(counts, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def chunks(self) -> list[Chunk]:
-        """The chunks; waits for the early copy of the counts, nothing later on the stream."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        n_slots, *ranks = self._counts.tolist()
-        firsts, lasts = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
-        starts = range(0, n_slots, self._chunk)
-        return [
-            Chunk(start, min(start + self._chunk, n_slots), first, last)
-            for start, first, last in zip(starts, firsts, lasts, strict=False)
-        ]
-
-
-def plan_slots(mask_Q: Tensor, teacher_index_Q: Tensor, *, chunk: int) -> HeadPlan:
-    """Orders the supervised slots for the head. No host sync.
-
-    Args:
-        mask_Q: bool, slots with weight.
-        teacher_index_Q: int64, context position each slot predicts from.
-        chunk: most slots whose logits live at once.
-    """
-    with torch.no_grad():
-        n_slots = mask_Q.shape[0]
-        key_Q = torch.where(mask_Q, teacher_index_Q, torch.iinfo(torch.int64).max)
-        key_Q, order_Q = key_Q.sort(stable=True)
-        is_new_Q = torch.ones_like(mask_Q)
-        is_new_Q[1:] = key_Q[1:] != key_Q[:-1]
-        rank_Q = is_new_Q.cumsum(0) - 1
-        positions_Q = torch.zeros_like(key_Q).scatter_(0, rank_Q, key_Q)
-        total = mask_Q.sum()
-        starts = torch.arange(0, n_slots, chunk, device=mask_Q.device)
-        stops = torch.minimum(starts + chunk, total).sub_(1).clamp_(min=0)
-        counts = torch.cat((total.unsqueeze(0), rank_Q[starts], rank_Q[stops]))
-    return HeadPlan(order_Q, rank_Q, positions_Q, counts, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +134,6 @@ def run_head(
     *,
     with_gradient: bool = True,
     form: HeadForm = "fused",
-    top: TopTokens | None = None,
 ) -> HeadOutput:
     """Passes the planned slots through the frozen head.
 
@@ -210,28 +145,54 @@ def run_head(
             `Fp8Head` forms both products in fp8 (fused form only).
         terms: what to form.
         teacher: needed if `terms.needs_teacher`.
-        with_gradient: False for validation.
+        with_gradient: False for values alone.
         form: "checkpointed" recomputes each chunk's logits in the backward, by autograd: the plain reference.
-        top: filled with the likeliest tokens of each planned slot; only without gradient.
     """
     assert teacher is not None or not terms.needs_teacher
-    assert top is None or not with_gradient
     teacher = teacher if terms.needs_teacher else None
-    detached_QH = hidden_QH.detach()
-    values_FQ = torch.zeros(
-        len(VALUE_FIELDS), hidden_QH.shape[0], dtype=_statistics_dtype(hidden_QH), device=hidden_QH.device
-    )
+    values_FQ = _empty_values(hidden_QH)
     if form == "checkpointed" and with_gradient:
         losses = _checkpointed_chunks(hidden_QH, label_Q, plan, head, terms, teacher, values_FQ)
         return _CheckpointedOutput(hidden_QH, SlotValues(*values_FQ), losses)
-    unit_QH = torch.zeros_like(detached_QH) if with_gradient else None
-    sinks = _Sinks(values_FQ, unit_QH, top)
-    with torch.no_grad():
-        for chunk in plan.chunks():
-            slots_C = plan.order_Q[chunk.start : chunk.stop]
-            rows = _teacher_rows(plan, chunk, teacher)
-            _fused_chunk(detached_QH, label_Q, slots_C, head, terms, rows, sinks)
-    return HeadOutput(hidden_QH, SlotValues(*values_FQ), unit_QH)
+    sinks = _Sinks(values_FQ, torch.zeros_like(hidden_QH.detach()) if with_gradient else None, None)
+    _fused_pass(hidden_QH, label_Q, plan, head, terms, teacher, sinks)
+    return HeadOutput(hidden_QH, SlotValues(*values_FQ), sinks.unit_QH)
+
+
+def score_head(
+    hidden_QH: Tensor,
+    label_Q: Tensor,
+    plan: HeadPlan,
+    head: FrozenHead,
+    terms: LossTerms,
+    teacher: Teacher | None,
+    top: TopTokens | None,
+) -> HeadOutput:
+    """`run_head` without gradient; `top`, if given, is filled with the likeliest tokens of each planned slot."""
+    sinks = _Sinks(_empty_values(hidden_QH), None, top)
+    _fused_pass(hidden_QH, label_Q, plan, head, terms, teacher if terms.needs_teacher else None, sinks)
+    return HeadOutput(hidden_QH, SlotValues(*sinks.values_FQ), None)
+
+
+@torch.no_grad()
+def _fused_pass(
+    hidden_QH: Tensor,
+    label_Q: Tensor,
+    plan: HeadPlan,
+    head: FrozenHead,
+    terms: LossTerms,
+    teacher: Teacher | None,
+    sinks: _Sinks,
+) -> None:
+    for chunk in plan.chunks():
+        slots_C = plan.order_Q[chunk.start : chunk.stop]
+        rows = _teacher_rows(plan, chunk, teacher)
+        _fused_chunk(hidden_QH.detach(), label_Q, slots_C, head, terms, rows, sinks)
+
+
+def _empty_values(hidden_QH: Tensor) -> Tensor:
+    dtype = _statistics_dtype(hidden_QH)
+    return torch.zeros(len(VALUE_FIELDS), hidden_QH.shape[0], dtype=dtype, device=hidden_QH.device)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ the optimizer divides once by the denominators of all rows of its step. A row wi
 zero to both, touches no gradient and is counted.
 
 Inside a step the host waits once at most, and never for the drafter: for the number of supervised slots, whose copy
-starts before the forward is launched (see `head.py`).
+starts before the forward is launched (see `head_plan.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from draftline.drafter.blocks import (
     make_blocks,
     pad_row,
 )
-from draftline.drafter.head import HeadOutput, HeadPlan, Teacher, plan_slots, run_head, run_top_tokens
+from draftline.drafter.head import HeadOutput, Teacher, run_head, run_top_tokens, score_head
 from draftline.drafter.head_fp8 import quantize_head, require_fp8
+from draftline.drafter.head_plan import HeadPlan, plan_slots
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
 from draftline.drafter.metrics import RowOutcome, StepStats, TreeMetric, sum_row
 from draftline.drafter.model import Drafter, DrafterCache
@@ -105,7 +106,7 @@ class DrafterStep:
         hidden_QH = self._hidden(prepared, taps_TF)
         if not prepared.plan.chunks():
             return self._empty_row(row)
-        return self._finish(prepared, self._pass_head(prepared, hidden_QH, with_gradient=True), train=True)
+        return self._finish(prepared, self._pass_head(prepared, hidden_QH), train=True)
 
     @torch.no_grad()
     def evaluate(self, row: HiddenStateRow) -> StepStats:
@@ -116,7 +117,8 @@ class DrafterStep:
             return self._empty_row(row, self.trees)
         hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
         top = None if self.trees is None else TopTokens.empty(len(hidden_QH), self._width(), hidden_QH.device)
-        output = self._pass_head(prepared, hidden_QH, with_gradient=False, top=top)
+        labels_Q = prepared.blocks.labels_AB.flatten()
+        output = score_head(hidden_QH, labels_Q, prepared.plan, self._head, self._terms, prepared.teacher, top)
         return self._finish(prepared, output, train=False, top=top)
 
     @property
@@ -284,19 +286,15 @@ class DrafterStep:
         embeddings_QH = F.embedding(ids_Q, self._embedding.weight_VH.detach())
         return embeddings_QH if self._embedding.scale == 1.0 else embeddings_QH * self._embedding.scale
 
-    def _pass_head(
-        self, prepared: _Prepared, hidden_QH: Tensor, *, with_gradient: bool, top: TopTokens | None = None
-    ) -> HeadOutput:
+    def _pass_head(self, prepared: _Prepared, hidden_QH: Tensor) -> HeadOutput:
         return run_head(
             hidden_QH,
             prepared.blocks.labels_AB.flatten(),
             prepared.plan,
-            self._training_head if with_gradient else self._head,
+            self._training_head,
             self._terms,
             prepared.teacher,
-            with_gradient=with_gradient,
             form=self._objective.head,
-            top=top,
         )
 
     def _finish(

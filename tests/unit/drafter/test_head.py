@@ -14,9 +14,10 @@ from torch import Tensor
 
 from draftline.config.schema import Decay, DPaceDecay, ExponentialDecay, NoDecay, ObjectiveConfig
 from draftline.drafter import head as head_module
-from draftline.drafter.head import HeadForm, Teacher, plan_slots, run_head
+from draftline.drafter.head import HeadForm, Teacher, run_head
 from draftline.drafter.head_chunk import excess
 from draftline.drafter.head_fp8 import quantize_head, quantize_rows, require_fp8
+from draftline.drafter.head_plan import plan_slots
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
 from draftline.errors import UserError
 from draftline.records import FrozenHead
