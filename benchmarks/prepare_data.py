@@ -5,7 +5,8 @@
 Conversations are made up (seeded), written as JSON lines, and prepared by both in turn, each in a process tree of its
 own whose memory is watched (resident bytes, summed over the tree, so shared pages count more than once). The peer is
 tuned: batched, rendered and tokenized in batches, masks from the edges of the turns by the tokenizer's own lookup, no
-field that is not needed. Both cut behind the last label. Token and label counts of both must be equal.
+field that is not needed. Both cut behind the last label. Token and label counts of both must be equal. On a machine
+that does other work too, compare `times_less_cpu`, the processor seconds of both trees, start-up included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -179,6 +181,7 @@ def measured(name: str, source: Path, output: Path, tokenizer: Path, processes: 
     """One contender in a process of its own; its figures and the peak memory of its tree."""
     command = [sys.executable, __file__, "--contender", name, str(source), str(output), str(tokenizer), str(processes)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     peak = _PeakMemory(child.pid)
     peak.start()
@@ -187,7 +190,12 @@ def measured(name: str, source: Path, output: Path, tokenizer: Path, processes: 
     if child.returncode:
         raise SystemExit(f"{name} ended with exit code {child.returncode}")
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return result | {"tokens_per_s": result["tokens"] / result["seconds"], "peak_rss_bytes": peak.n_bytes}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return result | {
+        "tokens_per_s": result["tokens"] / result["seconds"],
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_rss_bytes": peak.n_bytes,
+    }
 
 
 class _PeakMemory(threading.Thread):
@@ -255,6 +263,7 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "contenders": figures,
         "times_faster": ours["tokens_per_s"] / peer["tokens_per_s"],
+        "times_less_cpu": peer["cpu_seconds"] / ours["cpu_seconds"],
         "times_faster_than_map_alone": ours["tokens_per_s"] * peer["map_seconds"] / peer["tokens"],
     }
     print(json.dumps(report, indent=2))

@@ -17,6 +17,7 @@ from draftline.drafter.schedule import LearningRate
 from draftline.drafter.spec import build_spec
 from draftline.errors import UserError
 from draftline.pipeline.core.admission import CoreSettings, check_settings
+from draftline.pipeline.long_rows import require_context, target_forward_bytes
 from draftline.pipeline.start_checks import check_start
 from draftline.pipeline.states import check_offline
 from draftline.pipeline.warm_spec import spec_to_train_on
@@ -139,6 +140,7 @@ def _open_data(path: Path, facts: TargetFacts, spec: DrafterSpec) -> TokenDatase
             where=str(path),
             mend="prepare the data with this target's tokenizer",
         )
+    require_context(dataset, facts, path)
     used = dataset.count_token(spec.mask_token_id)
     if used:
         raise UserError(
@@ -193,10 +195,15 @@ def estimate_memory(plan: RunPlan, size: TargetSize | None = None) -> list[Devic
             weights = size.parameters * dtype_bytes(compute_dtype(plan.config.target.dtype, device))
             devices.setdefault(device, {})["target weights"] = weights // len(device_parts(place))
     largest_row = max(plan.row_bytes)
+    tokens, longest = max(row.n_tokens for row in plan.rows), int(plan.dataset.lengths.max())
     firsts = [first_device(place) for place in pipeline.target_devices]
     for device in set(firsts):
         share = firsts.count(device) / len(firsts)
         devices[device]["rows admitted"] = int(plan.settings.max_rows * share * largest_row)
+        element = dtype_bytes(compute_dtype(plan.config.target.dtype, device))
+        eager = plan.config.target.attention == "eager"
+        forward = target_forward_bytes(plan.facts, tokens, longest, element, eager=eager)
+        devices[device]["target forward"] = forward * firsts.count(device)
     for device in pipeline.drafter_devices:
         parts = devices.setdefault(device, {})
         on_gpu = device != "cpu"
