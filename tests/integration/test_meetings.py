@@ -13,7 +13,7 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.drafter.sync import Synchronizer
-from draftline.errors import RunFailedError
+from draftline.errors import RunFailedError, RunStoppedError
 from draftline.pipeline import coordinator as coordinator_module
 from draftline.pipeline import meeting as meeting_module
 from draftline.pipeline.checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
@@ -164,6 +164,24 @@ def test_a_checkpoint_holds_the_commit_although_the_others_train_on(make_run, mo
         for found, wanted in zip(checkpoint.moments, all_moments, strict=True):
             assert_equal(found, wanted)
         assert {row for a, b in checkpoint.state["ledger"]["committed"] for row in range(a, b)} == committed
+
+
+def test_who_asks_for_a_stop_waits_for_the_checkpoint_and_not_for_scores(make_run, tiny_data, monkeypatch, exchanges):
+    hold, scored = MeetingRoom.hold, []
+
+    def stopping(self, meeting, clock):
+        hold(self, meeting, clock)
+        if meeting.round_id == 1:
+            exchanges[0].request_stop()
+
+    monkeypatch.setattr(MeetingRoom, "hold", stopping)
+    monkeypatch.setattr(MeetingRoom, "_score", lambda self, meeting, validator: scored.append(meeting.round_id))
+    config = make_run(f"data.validation_path={tiny_data}", "epochs=2")
+    with pytest.raises(RunStoppedError):
+        run(config)
+    assert scored == [0]
+    ledger = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]
+    assert 0 < ledger["n_committed"] < ledger["planned"]
 
 
 # ---- steps that are not finite

@@ -2,8 +2,8 @@
 
 hold        in the leader's thread, while the others wait and before the commit: consumes a Meeting (who is here, which
             rows the round trained); produces what the replicas shall become, beside them. Nothing is written.
-take_over   in each member's own thread, after the commit: its replica becomes that. The leader then scores the
-            validation rows and writes the checkpoint while the others train on; no later meeting can begin before it
+take_over   in each member's own thread, after the commit: its replica becomes that. The leader then writes the
+            checkpoint and scores the validation rows while the others train on; no later meeting can begin before it
             is done, because it has to arrive there. Its own weights and the committed rows stand still meanwhile.
 
 A member that fails while it takes over is lost with its replica. A leader that fails after the commit fails the run:
@@ -168,11 +168,14 @@ class MeetingRoom:
         return step
 
     def _finish(self, meeting: Meeting, kept_moments: list[dict[str, Tensor]] | None, clock: MeetingClock) -> None:
-        if self._validator is not None:
+        """The checkpoint first; who asked the run to stop does not wait for scores."""
+        ledger = self._ledger()
+        with clock.span("checkpointing", f"round {meeting.round_id}"):
+            self.last_checkpoint = self._write(meeting, ledger, kept_moments)
+        was_stopped = meeting.is_last and ledger["n_committed"] + ledger["n_set_aside"] < ledger["planned"]
+        if self._validator is not None and not was_stopped:
             with clock.span("validating", f"{len(self._validator)} rows"):
                 self._score(meeting, self._validator)
-        with clock.span("checkpointing", f"round {meeting.round_id}"):
-            self.last_checkpoint = self._write(meeting, kept_moments)
 
     def _score(self, meeting: Meeting, validator: Validator) -> None:
         """Scores the validation rows; the best drafter by acceptance length, never by loss, is kept in `best/`."""
@@ -190,12 +193,12 @@ class MeetingRoom:
         }
         export_zlab(drafter.module, folder, provenance=facts)
 
-    def _write(self, meeting: Meeting, kept_moments: list[dict[str, Tensor]] | None) -> Path:
+    def _write(self, meeting: Meeting, ledger: dict[str, Any], kept_moments: list[dict[str, Tensor]] | None) -> Path:
         config = self._plan.config
         leader = self._drafters[meeting.leader].replica.optimizer
         state = {
             "round_id": meeting.round_id,
-            "ledger": self._ledger(),
+            "ledger": ledger,
             "spec": self._plan.spec.model_dump(mode="json"),
             "config": config.model_dump(mode="json"),
             "fingerprints": self._fingerprints,
