@@ -42,14 +42,14 @@ def tree_rounds(
     chain_tokens = rounds = 0
     tree_tokens, holding, fewer = (dict.fromkeys(trees, 0) for _ in range(3))
     for prompt_ids, generation in texts:
-        for logits_DV, continuation in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
+        for logits_DV, continuation, room in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
             chain = logits_DV.argmax(dim=-1).tolist()
             accepted = _common(chain, continuation)
-            rounds, chain_tokens = rounds + 1, chain_tokens + accepted + 1
+            rounds, chain_tokens = rounds + 1, chain_tokens + min(accepted + 1, room)
             for method, budget in trees.items():
                 tree = budget.grow(top_marginals(logits_DV, budget.largest))
                 walked = tree.walk_text(continuation)
-                tree_tokens[method] += walked + 1
+                tree_tokens[method] += min(walked + 1, room)
                 holding[method] += holds(tree, chain)
                 fewer[method] += holds(tree, chain) and walked < accepted
     return [
@@ -86,8 +86,10 @@ def _blocks(
     prompt_ids: Sequence[int],
     generation: Generation,
     max_new_tokens: int,
-) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """Logits [D, V] of the block of each chain round, and the tokens that the target wrote there."""
+) -> Iterator[tuple[torch.Tensor, list[int], int]]:
+    """Of each chain round: logits [D, V] of its block, the tokens that the target wrote there, and how many tokens
+    there were left to commit.
+    """
     text = [*prompt_ids, *generation.output_ids]
     _, taps_TF = TargetSession(target, drafter.taps).prefill(text)
     drafter.start()
@@ -95,5 +97,6 @@ def _blocks(
     for length in generation.acceptance_lengths:
         slots = min(drafter.block_size, len(prompt_ids) + max_new_tokens - start)
         new_taps_SF = None if taps_TF is None else taps_TF[seen:start]
-        yield drafter.block_logits(RoundContext(text[: start + 1], new_taps_SF, slots)), text[start + 1 : start + slots]
+        logits_DV = drafter.block_logits(RoundContext(text[: start + 1], new_taps_SF, slots))
+        yield logits_DV, text[start + 1 : start + slots], len(text) - start - 1
         seen, start = start, start + length
