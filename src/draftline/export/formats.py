@@ -26,9 +26,9 @@ def detect_format(path: Path) -> ExportFormat:
         return "speculators"
     if "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or []):
         return "zlab"
-    named = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
+    names = ", ".join(map(str, config.get("architectures") or []))
     raise UserError(
-        f"is no drafter in z-lab's or speculators' format ({named})",
+        f"{f'architecture {names}' if names else 'no architecture'}: no drafter in z-lab's or speculators' format",
         where=str(Path(path) / "config.json"),
         mend="give the folder of a DFlash drafter",
     )
