@@ -22,6 +22,7 @@ from draftline.target.states.manifest import read_states_manifest
 
 TEACHER = "objective.kl_weight=0.5"
 SMALL_SHARDS = "states.shard_bytes=20000"
+SHORT = "max_rows=4"
 
 
 def weights_of(config: RunConfig) -> dict[str, torch.Tensor]:
@@ -59,7 +60,13 @@ def test_offline_and_online_training_give_the_same_weights_bit_for_bit(
     make_run, tiny_data, tmp_path, objective, request
 ) -> None:
     """One target, one drafter, CPU, fp32; the validation rows too."""
-    options = (objective, SMALL_SHARDS, f"data.validation_path={tiny_data}", f"states.path={tmp_path / 'states'}")
+    options = (
+        objective,
+        SHORT,
+        SMALL_SHARDS,
+        f"data.validation_path={tiny_data}",
+        f"states.path={tmp_path / 'states'}",
+    )
     online = trained(make_run(*options, name="online"))
     said = captured(make_run(*options, name="capture"))
     assert any("GiB in all; 0 samples are there" in line for line in said)
@@ -72,15 +79,15 @@ def test_offline_and_online_training_give_the_same_weights_bit_for_bit(
 
 
 def test_cache_mode_captures_in_the_first_run_and_reads_in_the_second(make_run, tmp_path, request) -> None:
-    options = (TEACHER, f"states.path={tmp_path / 'states'}", "states.mode=cache")
+    options = (TEACHER, SHORT, f"states.path={tmp_path / 'states'}", "states.mode=cache")
     first = trained(make_run(*options, name="first"))
-    assert same(first, trained(make_run(TEACHER, name="online")))
+    assert same(first, trained(make_run(TEACHER, SHORT, name="online")))
     request.getfixturevalue("monkeypatch").setattr(
         "draftline.target.states.capture.keep_row", lambda *a: pytest.fail("a row was captured again")
     )
     assert same(first, trained(make_run(*options, name="second")))
     request.getfixturevalue("no_target")
-    assert same(first, trained(make_run(*options[:2], "states.mode=offline", name="offline")))
+    assert same(first, trained(make_run(*options[:3], "states.mode=offline", name="offline")))
 
 
 def test_cache_mode_completes_what_a_cut_capture_left(make_run, tmp_path) -> None:
@@ -105,9 +112,9 @@ def test_several_targets_and_drafters_train_from_states(make_run, tmp_path, requ
 
 
 def test_a_run_goes_on_from_another_folder_of_the_same_states(make_run, tmp_path, request) -> None:
-    captured(make_run(f"states.path={tmp_path / 'states'}", name="capture"))
+    captured(make_run(SHORT, f"states.path={tmp_path / 'states'}", name="capture"))
     request.getfixturevalue("no_target")
-    run = make_run(f"states.path={tmp_path / 'states'}", "states.mode=offline", name="run")
+    run = make_run(SHORT, f"states.path={tmp_path / 'states'}", "states.mode=offline", name="run")
     before = trained(run)
     (tmp_path / "states").rename(tmp_path / "moved")
     moved = run.model_copy(update={"states": run.states.model_copy(update={"path": tmp_path / "moved"})})
@@ -117,14 +124,14 @@ def test_a_run_goes_on_from_another_folder_of_the_same_states(make_run, tmp_path
 
 def test_fp8_states_are_smaller_train_and_tell_their_error(make_run, tmp_path) -> None:
     plain, fp8 = (f"states.path={tmp_path / name}" for name in ("plain", "fp8"))
-    captured(make_run(TEACHER, plain, name="a"))
-    said = captured(make_run(TEACHER, fp8, "states.dtype=fp8", name="b"))
+    captured(make_run(TEACHER, SHORT, plain, name="a"))
+    said = captured(make_run(TEACHER, SHORT, fp8, "states.dtype=fp8", name="b"))
     manifest = read_states_manifest(tmp_path / "fp8")
     assert manifest.n_bytes < 0.45 * read_states_manifest(tmp_path / "plain").n_bytes
     assert 0.0 < manifest.fp8_error < 0.04
     assert any(f"rounded to within {manifest.fp8_error:.1%}" in line for line in said)
-    exact = trained(make_run(TEACHER, plain, "states.mode=offline", name="exact"))
-    rounded = trained(make_run(TEACHER, fp8, "states.dtype=fp8", "states.mode=offline", name="rounded"))
+    exact = trained(make_run(TEACHER, SHORT, plain, "states.mode=offline", name="exact"))
+    rounded = trained(make_run(TEACHER, SHORT, fp8, "states.dtype=fp8", "states.mode=offline", name="rounded"))
     assert not same(exact, rounded)
     worst = max(float((exact[n] - rounded[n]).norm() / exact[n].norm()) for n in exact)
     assert worst < 0.05
@@ -140,7 +147,7 @@ def test_fp8_states_are_smaller_train_and_tell_their_error(make_run, tmp_path) -
 )
 def test_changed_settings_are_refused_with_both_values(make_run, tmp_path, changes, message) -> None:
     states = f"states.path={tmp_path / 'states'}"
-    captured(make_run(states, name="capture"))
+    captured(make_run(states, SHORT, name="capture"))
     with pytest.raises(UserError, match=message):
         make_run_plan(make_run(states, *changes, "states.mode=offline", name="offline"))
     with pytest.raises(UserError, match=message):
@@ -151,7 +158,7 @@ def test_changed_data_and_another_target_are_refused_with_both_values(
     make_run, tmp_path, make_data, make_tiny_target, tiny_target_dir
 ) -> None:
     states = f"states.path={tmp_path / 'states'}"
-    captured(make_run(states, name="capture"))
+    captured(make_run(states, SHORT, name="capture"))
     other_data = make_data(tmp_path / "other", seed=9)
     with pytest.raises(UserError, match=r"data is .* there, .* here"):
         make_run_plan(make_run(states, "states.mode=offline", name="b", data=other_data))
@@ -176,11 +183,11 @@ def test_the_size_is_told_before_anything_starts(make_run, tmp_path, no_target, 
 
 def test_damaged_states_are_refused_or_fail_by_name(make_run, tmp_path) -> None:
     states = f"states.path={tmp_path / 'states'}"
-    captured(make_run(states, name="capture"))
+    captured(make_run(states, SHORT, name="capture"))
     shard = tmp_path / "states" / "shard-00000.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-8])
-    offline = make_run(states, "states.mode=offline", name="offline")
+    offline = make_run(states, SHORT, "states.mode=offline", name="offline")
     with pytest.raises(UserError, match="the manifest says"):
         make_run_plan(offline)
     shard.write_bytes(whole)

@@ -34,7 +34,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["int8", "int8_dynamic"])
 def test_a_quantised_target_trains_and_evaluates_end_to_end(make_run, tmp_path, prompts, kind) -> None:
-    run = make_run(f"target.quantization={kind}", "objective.kl_weight=0.5", "max_rows=4")
+    run = make_run(f"target.quantization={kind}", "objective.kl_weight=0.5", "max_rows=2")
     result = train(make_run_plan(run))
     assert result.ledger.remaining == 0
     report = evaluate_files(run.target, [result.export], [prompts], methods=["plain", "chain"], max_new_tokens=12)
@@ -57,7 +57,7 @@ def test_a_quantised_target_is_another_target_and_lends_plain_numbers(tiny_targe
 
 def test_a_drafter_starts_from_the_layers_of_a_quantised_target(make_run) -> None:
     run = make_run(
-        "target.quantization=int8", "drafter.init=target_layers", "drafter.intermediate_size=null", "max_rows=3"
+        "target.quantization=int8", "drafter.init=target_layers", "drafter.intermediate_size=null", "max_rows=2"
     )
     assert train(make_run_plan(run)).ledger.remaining == 0
 
@@ -70,7 +70,7 @@ def test_a_missing_package_is_one_line(monkeypatch, tiny_target_dir) -> None:
         load_target(TargetConfig(model=str(tiny_target_dir)), "cpu+cpu")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama_tied", "gemma2", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_next"])
 def test_a_spread_target_passes_the_self_test_and_captures_the_same(make_tiny_target, kind) -> None:
     """On one machine's CPU: accelerate's hooks move every layer's states, as they would between GPUs."""
     config = TargetConfig(model=str(make_tiny_target(kind)))
@@ -89,8 +89,8 @@ def test_layers_are_shared_out_by_bytes_and_the_rest_stays_first(tiny_target_dir
 
 
 def test_a_run_over_a_spread_target_gives_the_same_weights(make_run) -> None:
-    one = make_run("max_rows=4", name="one")
-    two = make_run("max_rows=4", "pipeline.target_devices=['cpu+cpu']", name="two")
+    one = make_run("max_rows=2", name="one")
+    two = make_run("max_rows=2", "pipeline.target_devices=['cpu+cpu']", name="two")
     train(make_run_plan(one))
     plan = make_run_plan(two)
     assert plan.num_targets == 1
