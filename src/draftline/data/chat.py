@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from draftline.data.marking import Draft, Marked, RejectedError, mark_by_bytes, mark_by_offsets
+from draftline.data.marking import Draft, RejectedError, mark_by_bytes, mark_by_offsets
 from draftline.data.messages import Message, Turns
 from draftline.data.outline import OutlineCache
 from draftline.data.spans import locate_turns
 from draftline.data.template import ChatTemplate, TemplateRefusedError
+from draftline.data.word_memo import Tokenized
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -155,16 +156,17 @@ class ChatEncoder:
             raise RejectedError("inexact mask", "the cut answer cannot be found in the rendered conversation")
         return Draft(text, tuple(places), answer_cut)
 
-    def settle(self, draft: Draft, listed: list[int] | None = None) -> EncodedArrays:
+    def settle(self, draft: Draft, tokens: Tokenized | None = None) -> EncodedArrays:
         """Ids and mask of a draft.
 
         Args:
-            listed: the ids of `draft.text` if it is tokenized already; they are used if they are proven byte by byte.
+            tokens: of `draft.text` if it is tokenized already; they are used if they are proven byte by byte.
 
         Raises:
             RejectedError: with the reason it is counted by.
         """
-        marked = self._mark_by_bytes(draft, listed) if listed else None
+        table = self.template.token_bytes
+        marked = mark_by_bytes(table, draft, tokens) if table is not None and tokens is not None else None
         ids, mask, exact = marked or mark_by_offsets(self.template, draft)
         if not exact:
             raise RejectedError("inexact mask", "no assistant turn is rendered exactly as it was written")
@@ -222,10 +224,6 @@ class ChatEncoder:
         other = self._render(composed, tools)
         same = self.template.tokenize(other)[0] == self.template.tokenize(text)[0]
         return (composed, other) if same else (messages, text)
-
-    def _mark_by_bytes(self, draft: Draft, listed: list[int]) -> Marked | None:
-        table = self.template.token_bytes
-        return None if table is None else mark_by_bytes(table, draft, listed)
 
     def _finish(
         self, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], n_turns: int, left_out: int

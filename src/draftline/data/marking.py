@@ -17,6 +17,7 @@ import numpy.typing as npt
 from draftline.data.spans import TurnSpan
 from draftline.data.template import ChatTemplate
 from draftline.data.token_bytes import TokenBytes
+from draftline.data.word_memo import Tokenized
 
 Marked = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], int]  # ids, mask, turns that are exact
 
@@ -50,17 +51,16 @@ class Draft:
         return [(p, not (self.end_is_cut and i == last)) for i, p in enumerate(self.places) if p is not None]
 
 
-def mark_by_bytes(table: TokenBytes, draft: Draft, listed: Sequence[int]) -> Marked | None:
+def mark_by_bytes(table: TokenBytes, draft: Draft, tokens: Tokenized) -> Marked | None:
     """Ids, mask and number of exact turns, or None if the tokens do not spell the text or one reaches over an edge.
 
     Args:
-        listed: the ids of `draft.text`.
+        tokens: of `draft.text`.
     """
-    data = draft.text.encode()
-    ids = np.array(listed, np.int32)
-    ends = table.ends(ids, listed, data)
-    if ends is None:
+    ids, data = tokens.ids, draft.text.encode()
+    if not (tokens.is_spelled or table.spells(ids.tolist(), data)):
         return None
+    ends = table.ends(ids)
     is_ascii = len(data) == len(draft.text)
     mask, exact = np.zeros(len(ids), np.bool_), 0
     for span, with_end in draft.spans:

@@ -48,16 +48,12 @@ class TokenBytes:
                 spelled[token] = bytes(byte_of[char] for char in text)
         return cls(tuple(spelled), np.array([len(item) for item in spelled], np.int64))
 
-    def ends(self, ids: npt.NDArray[np.int32], listed: Sequence[int], data: bytes) -> npt.NDArray[np.int64] | None:
-        """Where each token ends in `data`, or None if the tokens do not spell exactly it.
+    def spells(self, ids: Sequence[int], data: bytes) -> bool:
+        """Whether the tokens join to `data`, the UTF-8 bytes of a text."""
+        return b"".join(map(self.spelled.__getitem__, ids)) == data
 
-        Args:
-            ids: int32 [T].
-            listed: the same ids.
-            data: UTF-8 bytes of the text.
-        """
-        if b"".join(map(self.spelled.__getitem__, listed)) != data:
-            return None
+    def ends(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Where each token ends in the bytes that they spell, for ids int32 [T]."""
         return np.cumsum(self.lengths[ids])
 
 

@@ -12,8 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from draftline.data.token_bytes import TokenBytes
 
 MAX_PIECES = 200_000
 MAX_PIECE_CHARS = 64
@@ -53,6 +59,14 @@ _BLIND = frozenset(
 Tokenize = Callable[[Sequence[str]], list[list[int]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Ids of one text, int32 [T], and whether they are known to spell exactly its bytes."""
+
+    ids: npt.NDArray[np.int32]
+    is_spelled: bool = False
+
+
 class WordMemo:
     """Tokens of texts, by the memo where that is exact.
 
@@ -62,38 +76,53 @@ class WordMemo:
     Args:
         tokenizer: a fast tokenizer.
         tokenize: ids of whole texts, by the tokenizer itself.
+        table: what its tokens spell; None if that is not known.
     """
 
-    def __init__(self, tokenizer: Any, tokenize: Tokenize) -> None:
-        self._tokenize = tokenize
-        self._known: dict[str, list[int]] = {}
+    def __init__(self, tokenizer: Any, tokenize: Tokenize, table: TokenBytes | None = None) -> None:
+        self._tokenize, self._table = tokenize, table
+        self._known: dict[str, bytes] = {}  # ids of a piece as int32, to be joined without looking at them
+        self._misspelled: set[str] = set()
         self._to_prove = PROOF_TEXTS
         self.is_used = is_blind_across_spaces(json.loads(tokenizer.backend_tokenizer.to_str()))
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
         """Ids of each text."""
-        if not self.is_used:
-            return self._tokenize(texts)
-        if self._to_prove > 0:
-            whole = self._tokenize(texts)
+        if self.is_used and self._to_prove <= 0:
+            return self._by_pieces(texts)
+        whole = [Tokenized(np.array(ids, np.int32)) for ids in self._tokenize(texts)]
+        if self.is_used:
             self._to_prove -= len(texts)
-            self.is_used = self._by_pieces(texts) == whole
-            return whole
-        return self._by_pieces(texts)
+            pairs = zip(self._by_pieces(texts), whole, strict=True)
+            self.is_used = all(np.array_equal(one.ids, other.ids) for one, other in pairs)
+        return whole
 
-    def _by_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+    def _by_pieces(self, texts: Sequence[str]) -> list[Tokenized]:
         cut = [pieces_of(text) for text in texts]
         unknown = sorted(set(chain.from_iterable(cut)).difference(self._known))
         if len(self._known) + len(unknown) > MAX_PIECES:
-            self._known = {}
+            self._known, self._misspelled = {}, set()
             unknown = sorted(set(chain.from_iterable(cut)))
-        self._known.update(zip(unknown, self._tokenize(unknown), strict=True))
-        look_up = self._known.__getitem__
-        ids = [list(chain.from_iterable(map(look_up, pieces))) for pieces in cut]
+        self._learn(unknown)
+        look_up, misspelled = self._known.__getitem__, self._misspelled
+        found = [
+            Tokenized(
+                np.frombuffer(b"".join(map(look_up, pieces)), np.int32),
+                self._table is not None and (not misspelled or misspelled.isdisjoint(pieces)),
+            )
+            for pieces in cut
+        ]
         for piece in unknown:
             if len(piece) > MAX_PIECE_CHARS:
                 del self._known[piece]
-        return ids
+                self._misspelled.discard(piece)
+        return found
+
+    def _learn(self, unknown: list[str]) -> None:
+        for piece, ids in zip(unknown, self._tokenize(unknown), strict=True):
+            self._known[piece] = np.array(ids, np.int32).tobytes()
+            if self._table is not None and not self._table.spells(ids, piece.encode()):
+                self._misspelled.add(piece)
 
 
 def pieces_of(text: str) -> list[str]:

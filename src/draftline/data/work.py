@@ -21,7 +21,7 @@ from draftline.data.conversations import parse_raw, row_name
 from draftline.data.decontaminate import REASON, Decontaminator
 from draftline.data.messages import BadRowError, Message, Row, Turns, canonical_json, require_answer
 from draftline.data.template import ChatTemplate
-from draftline.data.word_memo import WordMemo
+from draftline.data.word_memo import Tokenized, WordMemo
 
 TEXTS_AT_ONCE = 128
 
@@ -120,7 +120,7 @@ class RowWorker:
     def __init__(self, spec: WorkSpec) -> None:
         self._spec = spec
         self._encoder = ChatEncoder(spec.template, max_tokens=spec.max_tokens, turns=spec.turns)
-        self._words = WordMemo(spec.template.tokenizer, spec.template.tokenize_many)
+        self._words = WordMemo(spec.template.tokenizer, spec.template.tokenize_many, spec.template.token_bytes)
 
     def work(self, chunk: Chunk) -> ChunkResult:
         """The outcomes of one chunk."""
@@ -171,11 +171,11 @@ class RowWorker:
 
     def _tokenize(self, pending: Sequence[_Pending], outcomes: list[Outcome], samples: list[EncodedArrays]) -> None:
         """Tokens and masks of some rows; each becomes a sample or a rejection in its place."""
-        listed = self._words.tokenize([item.text for item in pending])
-        for item, ids in zip(pending, listed, strict=True):
+        tokenized = self._words.tokenize([item.text for item in pending])
+        for item, tokens in zip(pending, tokenized, strict=True):
             known = outcomes[item.place]
             try:
-                sample = self._settle(item, ids)
+                sample = self._settle(item, tokens)
                 self._refuse_lengths(sample)
             except RejectedError as error:
                 outcomes[item.place] = known._replace(reason=error.reason, detail=str(error))
@@ -189,10 +189,11 @@ class RowWorker:
                 is_cut=item.row.answer_cut or sample.truncated,
             )
 
-    def _settle(self, item: _Pending, ids: list[int]) -> EncodedArrays:
+    def _settle(self, item: _Pending, tokens: Tokenized) -> EncodedArrays:
         if item.draft is not None:
-            return self._encoder.settle(item.draft, ids)
-        return self._encoder.settle_generated(ids, item.row.answer_token_ids or (), item.row.prompt_hash)
+            return self._encoder.settle(item.draft, tokens)
+        prompt = tokens.ids.tolist()
+        return self._encoder.settle_generated(prompt, item.row.answer_token_ids or (), item.row.prompt_hash)
 
     def _refuse_lengths(self, sample: EncodedArrays) -> None:
         limit, least = self._spec.max_prompt_tokens, self._spec.min_supervised_tokens

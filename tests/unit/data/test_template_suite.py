@@ -13,6 +13,7 @@ from real_templates import FAMILIES, tokenizer_of
 
 from draftline.data.chat import ChatEncoder, RejectedError
 from draftline.data.template import ChatTemplate
+from draftline.data.word_memo import PROOF_TEXTS, WordMemo
 
 CONVERSATIONS = {
     "one turn": ["hello there", "one two"],
@@ -76,7 +77,9 @@ def test_the_quick_way_gives_what_the_careful_way_gives(name: str, turns: list[s
             if not quick:
                 return encoder.encode(messages)
             draft = encoder.draft(messages)
-            return encoder.settle(draft, template.tokenize_many([draft.text])[0]).to_lists()
+            words = WordMemo(template.tokenizer, template.tokenize_many, template.token_bytes)
+            words.tokenize(["proof"] * PROOF_TEXTS)
+            return encoder.settle(draft, words.tokenize([draft.text])[0]).to_lists()
         except RejectedError as error:
             return error.reason
 

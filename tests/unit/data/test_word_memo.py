@@ -64,9 +64,12 @@ TEXT = st.text("aB. \n\t'st1,!🤗é\u0301\u00a0\u3000\x1c", max_size=24) | st.t
 def test_pieces_have_the_ids_of_the_whole(name: str, parts: list[str]) -> None:
     template = ChatTemplate(tokenizer_of(name))
     text = "<|im_start|>".join(parts)
-    memo = WordMemo(template.tokenizer, template.tokenize_many)
+    memo = WordMemo(template.tokenizer, template.tokenize_many, template.token_bytes)
     assert memo.is_used
-    assert memo._by_pieces([text, text]) == template.tokenize_many([text, text])
+    memo.tokenize(["proof"] * PROOF_TEXTS)
+    for found, whole in zip(memo.tokenize([text, text]), template.tokenize_many([text, text]), strict=True):
+        assert found.ids.tolist() == whole
+        assert not found.is_spelled or template.decode(whole) == text
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,8 +129,17 @@ def test_a_tokenizer_that_is_not_what_it_says_is_found_out() -> None:
     tokenizer = tokenizer_of("gpt-2")
     memo = WordMemo(tokenizer, lambda texts: [[len(text)] for text in texts])
     texts = ["one two three"] * (PROOF_TEXTS + 5)
-    assert memo.is_used and memo.tokenize(texts) == [[13]] * len(texts)
-    assert not memo.is_used and memo.tokenize(["a b"]) == [[3]]
+    assert memo.is_used and [found.ids.tolist() for found in memo.tokenize(texts)] == [[13]] * len(texts)
+    assert not memo.is_used and memo.tokenize(["a b"])[0].ids.tolist() == [3]
+
+
+def test_text_that_is_composed_on_the_way_is_not_taken_for_spelled() -> None:
+    template = ChatTemplate(tokenizer_of("qwen"))
+    memo = WordMemo(template.tokenizer, template.tokenize_many, template.token_bytes)
+    memo.tokenize(["proof"] * PROOF_TEXTS)
+    found = memo.tokenize(["one cafe\u0301 two", "one caf\u00e9 two"])
+    assert [tokens.is_spelled for tokens in found] == [False, True]
+    assert found[0].ids.tolist() == found[1].ids.tolist()
 
 
 def test_known_words_are_not_tokenized_again_and_long_pieces_are_not_kept() -> None:
