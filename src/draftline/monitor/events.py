@@ -64,12 +64,13 @@ class Note:
 
 @dataclass(slots=True)
 class Session:
-    """What one process wrote. `wall_offset_s` + a time of this session = seconds since 1970."""
+    """What one process wrote, from `start_s` on. `wall_offset_s` + a time of this session = seconds since 1970."""
 
     pid: int
     wall_offset_s: float
     spans: list[Span] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    start_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -177,40 +178,59 @@ def read_events(path: Path) -> Events:
     Raises:
         UserError: no such file, or written by a newer version.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"no event log here: {error.strerror}", where=str(path)) from None
     events = Events()
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            _add_record(events, record, f"{path} line {number}")
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    for record in iter_events(path):
+        if record is None:
             events.torn_lines += 1
+        elif isinstance(record, Session):
+            events.sessions.append(record)
+        elif isinstance(record, Span):
+            events.sessions[-1].spans.append(record)
+        else:
+            events.sessions[-1].notes.append(record)
     return events
 
 
-def _add_record(events: Events, record: Mapping[str, Any], where: str) -> None:
-    if "anchor" in record:
-        if record["anchor"] > SCHEMA_VERSION:
-            raise UserError(
-                f"event log of version {record['anchor']}; this draftline reads up to {SCHEMA_VERSION}",
-                where=where,
-                mend="use the draftline that wrote it, or a newer one",
-            )
-        events.sessions.append(Session(int(record["pid"]), record["wall"] - record["mono"]))
-        return
-    if not events.sessions:
-        raise ValueError("no anchor before this line")
-    session = events.sessions[-1]
-    if "n" in record:
-        session.notes.append(Note(record["n"], record["t"], record.get("f", {})))
-    else:
+def iter_events(path: Path) -> Iterator[Session | Span | Note | None]:
+    """The same line by line, for logs that are too long to hold: each session before its spans; None for a torn line.
+
+    Raises:
+        UserError: as `read_events`.
+    """
+    started = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                record = _parse_line(line, f"{path} line {number}")
+                started = started or isinstance(record, Session)
+                yield record if started else None
+    except OSError as error:
+        raise UserError(f"no event log here: {error.strerror}", where=str(path)) from None
+
+
+def _parse_line(line: bytes, where: str) -> Session | Span | Note | None:
+    try:
+        record = json.loads(line)
+        if "anchor" in record:
+            return _session(record, where)
         facts = record.get("f", {})
-        session.spans.append(Span(record["w"], record["a"], record["d"], record["t0"], record["t1"], facts))
+        if "n" in record:
+            return Note(record["n"], float(record["t"]), facts)
+        return Span(record["w"], record["a"], record["d"], float(record["t0"]), float(record["t1"]), facts)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _session(record: Mapping[str, Any], where: str) -> Session:
+    if record["anchor"] > SCHEMA_VERSION:
+        raise UserError(
+            f"event log of version {record['anchor']}; this draftline reads up to {SCHEMA_VERSION}",
+            where=where,
+            mend="use the draftline that wrote it, or a newer one",
+        )
+    return Session(int(record["pid"]), record["wall"] - record["mono"], start_s=float(record["mono"]))
 
 
 def _encode_line(line: tuple[Any, ...]) -> bytes:

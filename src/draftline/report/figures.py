@@ -1,0 +1,195 @@
+"""Which charts a report shows: curves of training, the timeline of the workers, acceptance by budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from draftline.monitor.render import duration
+from draftline.report.charts import Axis, Chart, figure, line_chart, xy_chart
+from draftline.report.curves import Curve, Metrics
+from draftline.report.source import Evaluation, RunSource
+from draftline.report.timeline import Timeline
+
+TERMS = ("ce", "kl", "tv", "reverse_kl", "cap")
+# Order and colour of what a worker does: work first, then what holds it up.
+_ACTIVITIES = ("working", "averaging", "checkpointing", "validating", "compiling", "starting")
+_TOKENS_PER_S = Axis("tokens per second", {"rangemode": "tozero"})
+_LENGTH = Axis("tokens per target forward")
+
+
+def run_charts(run: RunSource) -> list[Chart]:
+    """The charts of one run, in reading order; what has no figures is left out."""
+    found = [*curve_charts(run.metrics), timeline_chart(run.timeline), budget_chart(run.metrics, run.evaluations)]
+    return [chart for chart in found if chart is not None]
+
+
+def curve_charts(metrics: Metrics) -> Iterator[Chart | None]:
+    """Curves over rows trained."""
+    yield line_chart(
+        "loss",
+        "Loss",
+        losses(metrics),
+        Axis("loss"),
+        note="Smoothed over recent rows as in the status line; terms stand without their weights.",
+    )
+    yield line_chart(
+        "acceptance",
+        "Acceptance length, estimated",
+        lengths(metrics),
+        _LENGTH,
+        note="Of training blocks "
+        "and, where there is validation data, at its anchors and along its answers. Real decoding is under evaluation.",
+    )
+    yield from recall_charts(metrics)
+    yield line_chart(
+        "rate", "Learning rate", _some(metrics, {"learning rate": "train/learning_rate"}), Axis("learning rate")
+    )
+    yield line_chart("norm", "Gradient norm", _some(metrics, {"norm before clipping": "train/grad_norm"}), Axis("norm"))
+    yield line_chart(
+        "throughput",
+        "Throughput",
+        throughput(metrics),
+        _TOKENS_PER_S,
+        note="Trained by wall clock, and "
+        "what each side could do: tokens per second of working time. The lower side is the limit.",
+    )
+    yield line_chart("queue", "Rows waiting for a drafter", _some(metrics, {"queue": "queue/rows"}), Axis("rows"))
+
+
+def losses(metrics: Metrics) -> dict[str, Curve]:
+    """The loss, its terms that are not zero throughout, and the validation loss."""
+    curves = _some(metrics, {"loss": "train/loss", "validation": "validation/loss"})
+    terms = _some(metrics, {name.replace("_", " "): f"train/{name}" for name in TERMS})
+    return curves | {name: curve for name, curve in terms.items() if any(v for _, v in curve.points())}
+
+
+def lengths(metrics: Metrics) -> dict[str, Curve]:
+    """Estimated acceptance lengths: training blocks, validation chain, trees and walks."""
+    curves = _some(metrics, {"training blocks": "train/acceptance", "validation chain": "validation/acceptance"})
+    for name, curve in metrics.named("validation/acceptance_").items():
+        curves[f"validation {name.replace('tree_', 'tree@').replace('_', ' ')}"] = curve
+    return curves
+
+
+def throughput(metrics: Metrics) -> dict[str, Curve]:
+    """Tokens per second: trained, supervised, and what targets and drafters could do."""
+    names = {"trained": "train/tokens_per_s", "supervised": "train/supervised_tokens_per_s"}
+    sides = {f"{side} could": f"capacity/{side}_tokens_per_s" for side in ("targets", "drafters")}
+    return _some(metrics, names | sides)
+
+
+def recall_charts(metrics: Metrics) -> Iterator[Chart | None]:
+    """recall@k by position at the end, and recall@1 of each position over the run."""
+    for kind in ("validation", "train"):
+        found: dict[int, dict[int, Curve]] = {}
+        for name, curve in metrics.named(f"{kind}/recall_").items():
+            if match := re.fullmatch(r"(\d+)/slot_(\d+)", name):
+                found.setdefault(int(match[1]), {})[int(match[2])] = curve
+        if not found:
+            continue
+        ends = {
+            f"recall@{k}": [(float(slot), end) for slot, c in sorted(found[k].items()) if (end := c.last()) is not None]
+            for k in sorted(found)
+        }
+        axes = Axis("position in the block", {"dtick": 1}), Axis("share of slots", {"range": [0, 1]})
+        note = "Share of supervised slots whose label is among the drafter's k likeliest tokens, at the end."
+        yield xy_chart(f"recall-{kind}", f"Recall by position, {kind}", ends, axes, note)
+        slots = {f"position {slot}": curve for slot, curve in sorted(found[min(found)].items())}
+        title = f"Recall@{min(found)} of each position, {kind}"
+        yield line_chart(f"recall-curves-{kind}", title, slots, Axis("share of slots", {"range": [0, 1]}), most=300)
+
+
+def timeline_chart(timeline: Timeline) -> Chart | None:
+    """A band for each worker: shares of time by what it did, bin by bin."""
+    workers = sorted((w for w in timeline.seconds if w != "coordinator"), key=_by_role)
+    if not workers:
+        return None
+    labels = _labels(timeline)
+    unit, per_unit = ("hours", 3600.0) if timeline.length_s > 7200 else ("minutes", 60.0)
+    centres = [float(f"{(i + 0.5) * timeline.bin_s / per_unit:.6g}") for i in range(timeline.n_bins)]
+    height = 1.0 / len(workers)
+    traces, layout = [], {"xaxis": Axis(f"{unit} of running").spec(), "hovermode": "closest"}
+    for row, worker in enumerate(workers):
+        top = 1 - row * height
+        axis = "y" if row == 0 else f"y{row + 1}"
+        layout[f"yaxis{row + 1 if row else ''}"] = {
+            "domain": [max(0.0, top - 0.86 * height), top],
+            "range": [0, 1],
+            "showticklabels": False,
+            "showgrid": False,
+            "fixedrange": True,
+            "title": {"text": worker, "standoff": 4},
+        }
+        for number, label in enumerate(labels):
+            bins = timeline.seconds[worker].get(label)
+            if bins is None:
+                continue
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "line": {"width": 0, "shape": "hvh"},
+                    "stackgroup": worker,
+                    "name": label,
+                    "legendgroup": label,
+                    "showlegend": not any(t["name"] == label for t in traces),
+                    "x": centres,
+                    "y": [round(s / timeline.bin_s, 3) for s in bins[: timeline.n_bins]],
+                    "yaxis": axis,
+                    "hoveron": "fills",
+                    "meta": {"c": number, "fill": True},
+                }
+            )
+    rows = tuple((w, *(duration(timeline.totals(w).get(label, 0.0)) for label in labels)) for w in workers)
+    return Chart(
+        key="timeline",
+        title="What each worker did",
+        alt="; ".join(f"{worker}: {_shares(timeline, worker)}" for worker in workers),
+        traces=traces,
+        layout=layout,
+        header=("worker", *labels),
+        rows=rows,
+        note="A band a worker; its colours are shares of time. A target that waits for a free slot is faster than the "
+        "drafters; a drafter that waits for a row is faster than the targets. Pauses between sessions are left out.",
+        height=110 + 74 * len(workers),
+    )
+
+
+def budget_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Chart | None:
+    """Acceptance length by the number of drafts in a tree, from validation and from real decoding."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for words, prefix in (("validation, at anchors", "tree_"), ("validation, walk", "walk_tree_")):
+        for name, curve in metrics.named(f"validation/acceptance_{prefix}").items():
+            if name.isdigit() and (end := curve.last()) is not None:
+                series.setdefault(words, []).append((float(name), end))
+    for evaluation in evaluations:
+        for result in evaluation.results:
+            kind, _, budget = str(result["method"]).partition("@")
+            if kind == "tree" and budget.isdigit() and result["prompt_set"] == "all" and result["acceptance_length"]:
+                words = f"{evaluation.name}: {result['drafter']}, decoded"
+                series.setdefault(words, []).append((float(budget), float(result["acceptance_length"])))
+    series = {name: sorted(points) for name, points in series.items()}
+    axes = Axis("drafts in a tree", {"type": "log"}), _LENGTH
+    return xy_chart("budget", "Acceptance length by budget", series, axes)
+
+
+def _labels(timeline: Timeline) -> list[str]:
+    known = {label for labels in timeline.seconds.values() for label in labels}
+    waits = sorted(label for label in known if label.startswith("waiting"))
+    return [*(a for a in _ACTIVITIES if a in known), *waits, *sorted(known - set(_ACTIVITIES) - set(waits))]
+
+
+def _shares(timeline: Timeline, worker: str) -> str:
+    totals = timeline.totals(worker)
+    whole = sum(totals.values()) or 1.0
+    return ", ".join(f"{label} {figure(100 * seconds / whole)} %" for label, seconds in list(totals.items())[:4])
+
+
+def _by_role(worker: str) -> tuple[bool, str, int]:
+    role, _, number = worker.rpartition("-")
+    return role != "target", role, int(number) if number.isdigit() else 0
+
+
+def _some(metrics: Metrics, names: dict[str, str]) -> dict[str, Curve]:
+    return {words: metrics.curves[name] for words, name in names.items() if name in metrics.curves}
