@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from draftline import __version__, cli_data, cli_eval, cli_export, cli_regenerate
+from draftline import __version__, cli_data, cli_eval, cli_export, cli_regenerate, cli_report
 from draftline.errors import DraftlineError
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
@@ -117,6 +117,9 @@ def watch(
     from draftline.monitor.watch import watch_run
 
     watch_run(run, once=once)
+
+
+app.command()(cli_report.report)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from draftline.monitor.render import duration
 from draftline.report.charts import Axis, Chart, figure, line_chart, xy_chart
@@ -14,7 +15,8 @@ from draftline.report.timeline import Timeline
 TERMS = ("ce", "kl", "tv", "reverse_kl", "cap")
 # Order and colour of what a worker does: work first, then what holds it up.
 _ACTIVITIES = ("working", "averaging", "checkpointing", "validating", "compiling", "starting")
-_TOKENS_PER_S = Axis("tokens per second", {"rangemode": "tozero"})
+_NAME_SHARE = 0.32  # of a band's height, for the worker's name above it
+_LOG_FROM = 50.0
 _LENGTH = Axis("tokens per target forward")
 
 
@@ -46,14 +48,11 @@ def curve_charts(metrics: Metrics) -> Iterator[Chart | None]:
         "rate", "Learning rate", _some(metrics, {"learning rate": "train/learning_rate"}), Axis("learning rate")
     )
     yield line_chart("norm", "Gradient norm", _some(metrics, {"norm before clipping": "train/grad_norm"}), Axis("norm"))
-    yield line_chart(
-        "throughput",
-        "Throughput",
-        throughput(metrics),
-        _TOKENS_PER_S,
-        note="Trained by wall clock, and "
-        "what each side could do: tokens per second of working time. The lower side is the limit.",
+    speeds = throughput(metrics)
+    note = (
+        "Trained by wall clock, and what each side could do: tokens per second of working time. The lower side limits."
     )
+    yield line_chart("throughput", "Throughput", speeds, _speed_axis(speeds), note=note)
     yield line_chart("queue", "Rows waiting for a drafter", _some(metrics, {"queue": "queue/rows"}), Axis("rows"))
 
 
@@ -77,6 +76,13 @@ def throughput(metrics: Metrics) -> dict[str, Curve]:
     names = {"trained": "train/tokens_per_s", "supervised": "train/supervised_tokens_per_s"}
     sides = {f"{side} could": f"capacity/{side}_tokens_per_s" for side in ("targets", "drafters")}
     return _some(metrics, names | sides)
+
+
+def _speed_axis(curves: dict[str, Curve]) -> Axis:
+    """Logarithmic where the curves would lie too far apart to be read together."""
+    values = [value for curve in curves.values() for _, value in curve.points() if value > 0]
+    far = bool(values) and max(values) > _LOG_FROM * min(values)
+    return Axis("tokens per second", {"type": "log"} if far else {"rangemode": "tozero"})
 
 
 def recall_charts(metrics: Metrics) -> Iterator[Chart | None]:
@@ -108,39 +114,20 @@ def timeline_chart(timeline: Timeline) -> Chart | None:
     labels = _labels(timeline)
     unit, per_unit = ("hours", 3600.0) if timeline.length_s > 7200 else ("minutes", 60.0)
     centres = [float(f"{(i + 0.5) * timeline.bin_s / per_unit:.6g}") for i in range(timeline.n_bins)]
-    height = 1.0 / len(workers)
-    traces, layout = [], {"xaxis": Axis(f"{unit} of running").spec(), "hovermode": "closest"}
+    lowest = {"anchor": f"y{len(workers)}" if len(workers) > 1 else "y"}
+    layout: dict[str, Any] = {"xaxis": Axis(f"{unit} of running", lowest).spec(), "hovermode": "closest"}
+    layout["annotations"] = []
+    traces: list[dict[str, Any]] = []
     for row, worker in enumerate(workers):
-        top = 1 - row * height
-        axis = "y" if row == 0 else f"y{row + 1}"
-        layout[f"yaxis{row + 1 if row else ''}"] = {
-            "domain": [max(0.0, top - 0.86 * height), top],
-            "range": [0, 1],
-            "showticklabels": False,
-            "showgrid": False,
-            "fixedrange": True,
-            "title": {"text": worker, "standoff": 4},
-        }
-        for number, label in enumerate(labels):
-            bins = timeline.seconds[worker].get(label)
-            if bins is None:
-                continue
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "line": {"width": 0, "shape": "hvh"},
-                    "stackgroup": worker,
-                    "name": label,
-                    "legendgroup": label,
-                    "showlegend": not any(t["name"] == label for t in traces),
-                    "x": centres,
-                    "y": [round(s / timeline.bin_s, 3) for s in bins[: timeline.n_bins]],
-                    "yaxis": axis,
-                    "hoveron": "fills",
-                    "meta": {"c": number, "fill": True},
-                }
-            )
+        top = 1 - row / len(workers) - _NAME_SHARE / len(workers)
+        layout[f"yaxis{row + 1 if row else ''}"] = _band_axis(1 - (row + 1) / len(workers), top)
+        layout["annotations"].append(_name_of_band(worker, top))
+        shown = {trace["name"] for trace in traces}
+        bands = {label: bins for label in labels if (bins := timeline.seconds[worker].get(label)) is not None}
+        for label, bins in bands.items():
+            shares = [round(seconds / timeline.bin_s, 3) for seconds in bins[: timeline.n_bins]]
+            trace = _band(worker, label, labels.index(label)) | {"x": centres, "y": shares}
+            traces.append(trace | {"yaxis": f"y{row + 1 if row else ''}", "showlegend": label not in shown})
     rows = tuple((w, *(duration(timeline.totals(w).get(label, 0.0)) for label in labels)) for w in workers)
     return Chart(
         key="timeline",
@@ -152,8 +139,23 @@ def timeline_chart(timeline: Timeline) -> Chart | None:
         rows=rows,
         note="A band a worker; its colours are shares of time. A target that waits for a free slot is faster than the "
         "drafters; a drafter that waits for a row is faster than the targets. Pauses between sessions are left out.",
-        height=110 + 74 * len(workers),
+        height=130 + 64 * len(workers),
     )
+
+
+def _band_axis(low: float, high: float) -> dict[str, Any]:
+    plain = {"showticklabels": False, "showgrid": False, "fixedrange": True}
+    return {"domain": [max(0.0, low), high], "range": [0, 1], **plain}
+
+
+def _name_of_band(worker: str, y: float) -> dict[str, Any]:
+    where = {"xref": "paper", "yref": "paper", "x": 0, "y": y, "xanchor": "left", "yanchor": "bottom"}
+    return {"text": worker, "showarrow": False, **where}
+
+
+def _band(worker: str, label: str, number: int) -> dict[str, Any]:
+    look = {"type": "scatter", "mode": "lines", "line": {"width": 0, "shape": "hvh"}, "hoveron": "fills"}
+    return {**look, "stackgroup": worker, "name": label, "legendgroup": label, "meta": {"c": number, "fill": True}}
 
 
 def budget_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Chart | None:

@@ -48,7 +48,7 @@
   function draw(chart) {
     const place = document.getElementById("chart-" + chart.key);
     Plotly.react(place, tracesOf(chart), layoutOf(chart), {
-      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendDataToCloud"],
+      responsive: true, displayModeBar: false,
     });
     place.dataset.drawn = "yes";
   }

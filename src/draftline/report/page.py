@@ -15,6 +15,7 @@ from draftline.errors import UserError
 from draftline.report.charts import Chart
 from draftline.report.tables import Table
 
+_FOOT = "Charts are drawn by plotly, which is part of this file: drag to enlarge, double-click to go back."
 _LIBRARY = Path("package_data") / "plotly.min.js"
 
 
@@ -68,7 +69,7 @@ def render_page(title: str, parts: Sequence[Part]) -> str:
 <header><h1>{_text(title)}</h1><button id="theme" type="button">light / dark</button></header>
 <nav aria-label="parts of this page">{links}</nav>
 {body}
-<footer>Written by draftline {_text(__version__)}. Charts are drawn by plotly, which is part of this file.</footer>
+<footer>Written by draftline {_text(__version__)}. {_FOOT}</footer>
 </main>
 <script type="application/json" id="charts">{_json(data)}</script>
 <script>{script}</script>
