@@ -1,0 +1,129 @@
+"""`draftline eval` and `export` from the command line: which checkpoint, bad rows, batches, plots, plain refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftline.cli import app
+from draftline.config.load import load_config
+from draftline.errors import UserError
+from draftline.evaluate.command import find_drafter
+from draftline.export.formats import load_drafter_export
+from draftline.export.zlab import export_zlab
+from draftline.pipeline.checkpoint import list_checkpoints, read_checkpoint
+from draftline.pipeline.choice import choose_checkpoint
+from draftline.pipeline.coordinator import train
+from draftline.pipeline.exporting import drafter_of_run
+from draftline.pipeline.runplan import make_run_plan
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_yaml: str, tiny_target_dir: Path, tiny_data: Path) -> Path:
+    """Two checkpoints, and a `best` drafter as validation leaves it."""
+    folder = tmp_path_factory.mktemp("eval")
+    file = folder / "run.yaml"
+    file.write_text(tiny_yaml.format(output=folder / "run", model=tiny_target_dir, data=tiny_data))
+    train(make_run_plan(load_config([file], ["max_rows=4", "sync.every_rows=2"])))
+    drafter = drafter_of_run(folder / "run")
+    with torch.no_grad():
+        drafter.norm.weight.mul_(2.0)
+    export_zlab(drafter, folder / "run" / "best")
+    return folder / "run"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "held-out.jsonl"
+    rows = [{"prompt": text, "response": "x"} for text in ("How are you?", "What is France?", "One two")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not json\n")
+    return path
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Exit code as `draftline` would end, and all that it said."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, UserError):
+        return result.exception.exit_code, str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_newest_best_or_a_round_is_chosen_and_said(run: Path, tmp_path: Path) -> None:
+    first, newest = list_checkpoints(run)
+    number = int(first.name.removeprefix("round-"))
+    for which, folder, label in (
+        ("newest", newest, newest.name),
+        (str(number), first, first.name),
+        ("best", run / "best", "best by validation"),
+    ):
+        choice = choose_checkpoint(run, which)
+        assert (choice.folder, choice.label) == (folder, label)
+        output = tmp_path / which
+        code, said = invoke("export", run, "--output", output, "--dtype", "float32", "--checkpoint", which)
+        assert code == 0
+        assert f"({label} of {run})" in said.replace("\n", "")
+        exported = load_drafter_export(output).state_dict()["norm.weight"]
+        chosen = find_drafter(run, which).load("cpu", torch.float32).state_dict()["norm.weight"]
+        assert torch.equal(exported, chosen)
+    weights = read_checkpoint(newest).weights["norm.weight"]
+    best = find_drafter(run, "best").load("cpu", torch.float32).state_dict()["norm.weight"]
+    torch.testing.assert_close(best, 2.0 * weights, rtol=1e-2, atol=1e-2)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run: Path, tmp_path: Path) -> None:
+    kept = ", ".join(str(int(p.name.removeprefix("round-"))) for p in list_checkpoints(run))
+    with pytest.raises(UserError, match=f"no checkpoint of round 77.*kept are: {kept}"):
+        choose_checkpoint(run, "77")
+    with pytest.raises(UserError, match="'last' is no checkpoint"):
+        choose_checkpoint(run, "last")
+    with pytest.raises(UserError, match="no drafter was chosen by validation"):
+        choose_checkpoint(tmp_path, "best")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        choose_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="an export, which holds one drafter"):
+        find_drafter(run / "best", "newest-but-one")
+
+
+def test_bad_rows_are_refused_or_left_out_and_counted(
+    run: Path, tiny_target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    common = ["eval", "--target", tiny_target_dir, "--drafter", run, "--prompts", prompts, "--max-new-tokens", 6]
+    common += ["--device", "cpu", "--methods", "plain,chain,tree@3", "--output", tmp_path / "report.json"]
+    code, said = invoke(*common)
+    assert code == 2
+    assert f"{prompts}:4" in said
+    assert "--skip-bad-rows" in said
+    plot = tmp_path / "plot.svg"
+    code, said = invoke(*common, "--skip-bad-rows", "--batch", 2, "--timed", 1, "--checkpoint", "best", "--plot", plot)
+    assert code == 0
+    flat = " ".join(said.split())
+    assert "1 rows of the prompt files were left out" in flat
+    assert "best by validation of" in flat
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["settings"]["batch"] == 2
+    assert next(iter(report["drafters"].values()))["checkpoint"] == "best by validation"
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "dtype 'int8' is not known"),
+        (["--compile", "fast"], "'fast' is not a way to compile"),
+        (["--plot", "a.pdf"], "cannot be written as .pdf"),
+        (["--proposals", "best"], "'best' is no way to draft"),
+        (["--chat-template-kwargs", "{"], "--chat-template-kwargs"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_in_one_line(
+    tmp_path: Path, tiny_target_dir: Path, prompts: Path, options: list[str], message: str
+) -> None:
+    code, said = invoke("eval", "--target", tiny_target_dir, "--prompts", prompts, "--methods", "plain", *options)
+    assert code == 2
+    assert message in said
