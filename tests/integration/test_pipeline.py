@@ -238,12 +238,22 @@ def test_non_finite_gradients_are_skipped_counted_and_limited(make_run, monkeypa
         run(make_run("pipeline.max_skipped_steps=1", name="refused"))
 
 
+def assert_recall_rises_with_k(lines, kind):
+    told = [line for line in lines if f"{kind}/recall_1/slot_1" in line]
+    assert told
+    for slot in (1, 2, 3):
+        recalls = [told[-1][f"{kind}/recall_{k}/slot_{slot}"] for k in (1, 2, 4, 8, 16)]
+        assert recalls[0] >= 0.0 and recalls[-1] <= 1.0 and recalls == sorted(recalls)
+
+
 def test_validation_rows_are_scored_and_written(make_run, tiny_data):
     config = make_run(f"data.validation_path={tiny_data}", "max_rows=6")
     run(config)
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     scores = [line["validation/acceptance"] for line in lines if "validation/acceptance" in line]
     assert scores and all(1.0 <= score <= 4.0 for score in scores)
+    assert_recall_rises_with_k(lines, "validation")
+    assert_recall_rises_with_k(lines, "train")
     card = json.loads((config.output / "best" / "draftline.json").read_text())
     assert card["provenance"]["validation_acceptance"] == pytest.approx(max(scores))
 

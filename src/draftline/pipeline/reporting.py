@@ -13,6 +13,7 @@ from draftline.monitor.console import make_console, plain
 from draftline.monitor.metrics import TrainingStats, ValidationLengths
 from draftline.monitor.run import RunMonitor
 from draftline.monitor.status import LedgerCounts, QueueGauge
+from draftline.pipeline.recall import RecentRecall, recall_curves
 from draftline.pipeline.run_folder import RunFolder
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.threads import RowExchange
@@ -36,6 +37,8 @@ class RunReporter:
         self._monitor = RunMonitor(folder.path, plan.config.monitor, console=self._console)
         self._lock = threading.Lock()
         self._rows = [0] * plan.num_drafters
+        self._recall = RecentRecall()
+        self._exchange: RowExchange | None = None
         self._skipped = 0
         self.tokens = self.supervised_tokens = 0
 
@@ -46,6 +49,7 @@ class RunReporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tell_recall(last=True)
         self._monitor.__exit__(kind, error, trace)
 
     @property
@@ -61,6 +65,7 @@ class RunReporter:
 
     def watch(self, exchange: RowExchange) -> None:
         """Reads the queue and the ledger from now on."""
+        self._exchange = exchange
 
         def queue() -> QueueGauge:
             stats = exchange.stats()
@@ -108,8 +113,17 @@ class RunReporter:
                 grad_norm=report.gradient_norm,
             )
         )
+        self._recall.add(stats)
+        self._tell_recall()
         if report.skipped:
             self.step_skipped(report.drafter, f"row {report.row_id}")
+
+    def _tell_recall(self, *, last: bool = False) -> None:
+        """Once a minute, and at the end: by rows of the whole run, as the other curves."""
+        curves = self._recall.curves(last=last)
+        if curves and self._exchange is not None:
+            stats = self._exchange.stats()
+            self._monitor.log(stats.ledger.committed + stats.handed_rows, curves)
 
     def step_skipped(self, drafter: int, what: str) -> None:
         """An optimizer step changed nothing, because its gradient was not finite.
@@ -132,7 +146,7 @@ class RunReporter:
         lengths = ValidationLengths(scores.acceptance_lengths(), scores.walked_lengths())
         self._monitor.metrics.record_validation(loss=scores.loss, lengths=lengths)
         loss = {} if scores.loss is None else {"validation/loss": scores.loss}
-        self._monitor.log(step, {**lengths.curves(), **loss})
+        self._monitor.log(step, {**lengths.curves(), **loss, **recall_curves(scores.stats, "validation")})
 
     def ended(self, worker: str, error: BaseException | None) -> None:
         """A worker thread is over."""

@@ -1,7 +1,7 @@
 """The output folder of a run: who may write into it, and whether a resumed run is still the same run.
 
 config.yaml      resolved configuration
-run.json         fingerprints of data and target, drafter spec
+run.json         fingerprints of data and target, drafter spec, versions of what started the run
 events.jsonl, metrics.jsonl, status.json    the monitor's
 checkpoints/     see checkpoint.py
 export/          the finished drafter, z-lab format
@@ -15,13 +15,17 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
+
+import torch
 
 from draftline.config.load import config_differences, dump_config, load_config
 from draftline.errors import UserError
@@ -106,7 +110,7 @@ def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) ->
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / LOCK_FILE)
         if not resume:
-            content = {"fingerprints": identity, "spec": plan.spec.model_dump(mode="json")}
+            content = {"fingerprints": identity, "spec": plan.spec.model_dump(mode="json"), "versions": versions()}
             _write(path / IDENTITY_FILE, json.dumps(content))
             _write(path / CONFIG_FILE, dump_config(plan.config))
             return RunFolder(path, None, lock=lock, is_new=True)
@@ -177,6 +181,16 @@ def read_identity(path: Path) -> dict[str, str]:
     if not isinstance(stored, dict):
         raise UserError("holds no fingerprints", where=str(file), mend=mend)
     return {str(name): str(value) for name, value in stored.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of draftline, Python, the libraries that compute, and the GPUs that are here."""
+    found = {"python": platform.python_version()}
+    for name in ("draftline", "torch", "transformers", "triton"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return found | ({"gpus": ", ".join(gpus)} if gpus else {})
 
 
 def _write(path: Path, text: str) -> None:

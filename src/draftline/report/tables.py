@@ -109,10 +109,10 @@ def fact_tables(run: RunSource) -> Iterator[Table]:
         rows = tuple((name, size(n_bytes)) for name, n_bytes in run.checkpoints)
         yield Table("Checkpoints kept", ("round", "size"), rows)
     notes = run.timeline.notes
-    rows = tuple((duration(at), kind, text) for at, kind, text in notes[-_MOST_NOTES:])
+    moments = tuple((duration(at), kind, text) for at, kind, text in notes[-_MOST_NOTES:])
     torn = run.timeline.torn_lines + run.metrics.torn_lines
     words = f"{torn} torn or unreadable lines of the logs were passed over." if torn else ""
-    yield Table("What happened", ("at", "what", "facts"), rows, words)
+    yield Table("What happened", ("at", "what", "facts"), moments, words)
 
 
 def data_table(data: DatasetManifest | str) -> Table:
