@@ -290,9 +290,10 @@ class MonitorConfig(Section):
     """Live status and logs."""
 
     status_every_s: float = Field(default=10.0, gt=0, description="Seconds between plain status lines in a log.")
-    trackers: tuple[Literal["tensorboard"], ...] = Field(
-        default=(), description="Trackers beside metrics.jsonl; they need the extra `trackers`."
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = Field(
+        default=(), description="Beside metrics.jsonl; extras `trackers` (TensorBoard), `wandb`, `trackio`, `mlflow`."
     )
+    project: str = Field(default="draftline", min_length=1, description="Under which services file the run.")
 
 
 class RunConfig(Section):

@@ -62,7 +62,7 @@ class RunMonitor:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._run_dir, self._config, self._clock, self._wall = run_dir, config, clock, wall
-        self.trackers = open_trackers(config.trackers, run_dir)
+        self.trackers = open_trackers(config.trackers, run_dir, config.project)
         self.events = EventLog(run_dir / EVENTS_FILE, clock=clock, wall=wall)
         self.metrics = RunMetrics(clock=clock, events=self.events)
         console = console or make_console()
@@ -152,9 +152,11 @@ class RunMonitor:
             self._log_snapshot(snapshot)
 
     def _log_snapshot(self, snapshot: StatusSnapshot) -> None:
-        numbers = tracked_numbers(snapshot)
+        """By rows of the whole run: a resumed one goes on where it was."""
+        ledger = snapshot.ledger
         if snapshot.rows_trained:
-            self.trackers.log(snapshot.rows_trained, numbers)
+            step = ledger.committed + ledger.trained if ledger.planned else snapshot.rows_trained
+            self.trackers.log(step, tracked_numbers(snapshot))
 
     def _write_status(self, snapshot: StatusSnapshot) -> None:
         if not self._status_file_works:

@@ -1,4 +1,4 @@
-"""Where training curves go. `metrics.jsonl` always; TensorBoard when configured.
+"""Where training curves go. `metrics.jsonl` always; TensorBoard and the services of services.py when configured.
 
 A tracker that cannot start is the user's to mend before the run; one that fails later is reported once and left out,
 and the run goes on. Only numbers are ever handed over, never configuration, so nothing secret can be logged.
@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from draftline.errors import UserError
 
+# Name of a tracker, which is its package too -> extra of this package that brings it.
+EXTRAS = {"tensorboard": "trackers", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 _log = logging.getLogger(__name__)
 
 
@@ -89,16 +91,22 @@ class TrackerSet:
             self._trackers.clear()
 
     def _guard(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        from draftline.monitor.services import without_secrets
+
         try:
             action()
         except Exception as error:  # noqa: BLE001 - third-party code; recorded, reported and disabled, as documented
-            self.failed[tracker.name] = f"{type(error).__name__}: {error}"
+            self.failed[tracker.name] = without_secrets(f"{type(error).__name__}: {error}")
             self._trackers.remove(tracker)
             _log.warning("tracker %s failed and is switched off: %s", tracker.name, self.failed[tracker.name])
 
 
-def open_trackers(names: Sequence[str], run_dir: Path) -> TrackerSet:
+def open_trackers(names: Sequence[str], run_dir: Path, project: str = "draftline") -> TrackerSet:
     """Start `metrics.jsonl` and every configured tracker.
+
+    Args:
+        names: keys of EXTRAS.
+        project: under which services file the run.
 
     Raises:
         UserError: a tracker is not installed or cannot start.
@@ -107,17 +115,41 @@ def open_trackers(names: Sequence[str], run_dir: Path) -> TrackerSet:
         trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", where=str(run_dir / "metrics.jsonl")) from None
-    if "tensorboard" in names:
-        trackers.append(_tensorboard(run_dir / "tensorboard"))
+    try:
+        for name in names:
+            trackers.append(_start(name, run_dir, project))
+    except UserError:
+        TrackerSet(trackers).close()
+        raise
     return TrackerSet(trackers)
 
 
-def _tensorboard(folder: Path) -> Tracker:
-    where = "monitor.trackers"
+def not_installed(name: str) -> UserError:
+    """What to say of a configured tracker whose package is not there."""
+    mend = f"install draftline[{EXTRAS[name]}], or leave it out"
+    return UserError(f"{name} is not installed", where="monitor.trackers", mend=mend)
+
+
+def _start(name: str, run_dir: Path, project: str) -> Tracker:
+    from draftline.monitor.services import without_secrets
+
     try:
-        return TensorBoardTracker(folder)
+        if name == "tensorboard":
+            return TensorBoardTracker(run_dir / "tensorboard")
+        return _service(name, run_dir, project)
     except ImportError:
-        mend = "install draftline[trackers], or leave it out"
-        raise UserError("tensorboard is not installed", where=where, mend=mend) from None
-    except OSError as error:
-        raise UserError(f"tensorboard cannot write {folder}: {error.strerror}", where=where) from None
+        raise not_installed(name) from None
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - third-party code; whatever it is, the user must mend it first
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        mend = "see what it says, or leave it out"
+        raise UserError(f"{name} cannot start: {reason}", where="monitor.trackers", mend=mend) from None
+
+
+def _service(name: str, run_dir: Path, project: str) -> Tracker:
+    from draftline.monitor import services
+    from draftline.monitor.background import BackgroundTracker
+
+    kinds = {"wandb": services.WandbTracker, "trackio": services.TrackioTracker, "mlflow": services.MlflowTracker}
+    return BackgroundTracker(kinds[name](run_dir, project))

@@ -12,6 +12,7 @@ from draftline.drafter.head_fp8 import require_fp8
 from draftline.errors import UserError
 from draftline.export.formats import read_drafter_spec
 from draftline.export.zlab_config import refuse_unservable
+from draftline.monitor.trackers import not_installed
 from draftline.pipeline.warm_spec import require_same_spec
 
 
@@ -36,8 +37,7 @@ def check_start(config: RunConfig, spec: DrafterSpec, num_target_layers: int) ->
             require_fp8(torch.device(device))
     for name in config.monitor.trackers:
         if importlib.util.find_spec(name) is None:
-            mend = "install draftline[trackers], or leave it out"
-            raise UserError(f"{name} is not installed", where="monitor.trackers", mend=mend)
+            raise not_installed(name)
 
 
 def chosen_init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
