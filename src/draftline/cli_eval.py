@@ -12,48 +12,56 @@ from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.config.schema import TargetConfig
+    from draftline.evaluate.report import EvalReport
+
+
+Prompts = Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL file, or builtin; may be repeated.")]
+Drafters = Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")]
+Methods = Annotated[str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ..., adaptive.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most new tokens a prompt.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")]
+Checkpoint = Annotated[str, typer.Option(help="Of run folders: newest, best (by validation), or a round.")]
+Batch = Annotated[int, typer.Option(min=1, help="Prompts decoded together; times then come from --timed.")]
+Timed = Annotated[int, typer.Option(min=0, help="With --batch: prompts also decoded one at a time, for speed.")]
+Compile = Annotated[
+    str, typer.Option("--compile", help="off, graph, inductor (eager, aot_eager: to check): static-shaped rounds.")
+]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="1 keeps all tokens.")]
+TopK = Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")]
+Proposals = Annotated[str, typer.Option(help="Drafts of a sampled chain: argmax or sampled.")]
+Dtype = Annotated[str, typer.Option(help="Of the target: auto, float32, bfloat16 or float16.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the report.")]
+Plot = Annotated[Path | None, typer.Option(help="Plots to a .svg, .png or .html file.")]
 
 
 def evaluate(
     target: Target,
-    prompts: Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL file, or builtin; may be repeated.")],
-    drafter: Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")] = None,
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ..., adaptive.")
-    ] = "plain,lookup,chain",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of run folders: newest, best (by validation), or a round.")
-    ] = "newest",
-    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together; times then come from --timed.")] = 1,
-    timed: Annotated[int, typer.Option(min=0, help="With --batch: prompts also decoded one at a time, for speed.")] = 4,
-    compile_: Annotated[
-        str, typer.Option("--compile", help="off, graph, inductor (eager, aot_eager: to check): static-shaped rounds.")
-    ] = "off",
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")] = 0,
-    proposals: Annotated[str, typer.Option(help="Drafts of a sampled chain: argmax or sampled.")] = "argmax",
-    dtype: Annotated[str, typer.Option(help="Of the target: auto, float32, bfloat16 or float16.")] = "auto",
+    prompts: Prompts,
+    drafter: Drafters = None,
+    methods: Methods = "plain,lookup,chain",
+    max_new_tokens: NewTokens = 256,
+    limit: Limit = None,
+    checkpoint: Checkpoint = "newest",
+    batch: Batch = 1,
+    timed: Timed = 4,
+    compile_: Compile = "off",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    proposals: Proposals = "argmax",
+    dtype: Dtype = "auto",
     chat_template_kwargs: TemplateKwargs = "{}",
     device: Device = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the report.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plots to a .svg, .png or .html file.")] = None,
+    output: Output = None,
+    plot: Plot = None,
     seed: int = 0,
     skip_bad_rows: SkipBad = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Measure acceptance length by real decoding, beside plain decoding and prompt lookup."""
-    from draftline.data.storage import require_writable_file
+    _check_outputs(output, plot)
     from draftline.devices import resolve_devices
-    from draftline.evaluate.plots import require_plots
-
-    for path in (output, plot):
-        if path is not None:
-            require_writable_file(path)
-    if plot is not None:
-        require_plots(plot)
     from draftline.evaluate.command import evaluate_files
     from draftline.evaluate.entries import decoding_of
 
@@ -78,6 +86,23 @@ def evaluate(
         checkpoint=checkpoint,
         skip_bad_rows=skip_bad_rows,
     )
+    _tell(report, output, plot)
+
+
+def _check_outputs(output: Path | None, plot: Path | None) -> None:
+    """Refuses files that cannot be written before anything is decoded."""
+    from draftline.data.storage import require_writable_file
+    from draftline.evaluate.plots import require_plots
+
+    for path in (output, plot):
+        if path is not None:
+            require_writable_file(path)
+    if plot is not None:
+        require_plots(plot)
+
+
+def _tell(report: EvalReport, output: Path | None, plot: Path | None) -> None:
+    """Prints the report and writes its files."""
     report.print()
     if output is not None:
         report.write(output)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from draftline.drafter.model import Drafter
+    from draftline.target.load import LoadedTarget
 
 
 def evaluate_files(
@@ -58,14 +59,10 @@ def evaluate_files(
         UserError: see `evaluate`; files that cannot be read; a tokenizer with more tokens than the target.
     """
     from draftline.target.facts import target_facts
-    from draftline.target.load import load_target, load_tokenizer, masked_attention
+    from draftline.target.load import load_tokenizer
 
     # A mistake in the methods should not wait for the weights.
-    own_masks = any(method.is_tree for method in parse_methods(methods))
-    own_masks = own_masks or decoding.batch > 1 or decoding.compile != "off"
-    if own_masks and target.attention == "auto":
-        # The automatic choice may be a backend that takes no masks of ours.
-        target = target.model_copy(update={"attention": masked_attention(target)})
+    target = _with_masks(target, methods, decoding)
     sources = [find_drafter(path, checkpoint) for path in drafters]
     layers = target_facts(target).num_layers if drafters else None
     for source in sources:
@@ -73,13 +70,7 @@ def evaluate_files(
     tokenizer = load_tokenizer(target)
     tally = Tally(skip_bad_rows=skip_bad_rows)
     sets = _prompt_sets(prompts, tokenizer, limit, tally, target.chat_template_kwargs)
-    loaded = load_target(target, device, tokenizer=tokenizer)
-    if len(tokenizer) > loaded.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary {loaded.vocab_size}",
-            where=f"target.model {target.model}",
-            mend="give the tokenizer that belongs to the target",
-        )
+    loaded = _load(target, device, tokenizer)
     chosen = names or _names(drafters)
     by_name = {
         name: source.load(loaded.device, loaded.dtype, num_target_layers=layers)
@@ -96,9 +87,30 @@ def evaluate_files(
             decoding=decoding,
             progress=progress,
         )
-    used = {name: source.facts() for name, source in zip(chosen, sources, strict=True)}
-    drafters_used = {name: facts | used.get(name, {}) for name, facts in report.drafters.items()}
-    return report.model_copy(update={"drafters": drafters_used, "warnings": [*report.warnings, *_left_out(tally)]})
+    return _with_sources(report, dict(zip(chosen, sources, strict=True)), tally)
+
+
+def _with_masks(target: TargetConfig, methods: Sequence[str], decoding: Decoding) -> TargetConfig:
+    """The target with an attention backend that takes masks of ours, where the methods need them."""
+    from draftline.target.load import masked_attention
+
+    needed = any(method.is_tree for method in parse_methods(methods)) or decoding.batch > 1 or decoding.compile != "off"
+    if not needed or target.attention != "auto":
+        return target
+    return target.model_copy(update={"attention": masked_attention(target)})
+
+
+def _load(target: TargetConfig, device: str, tokenizer: Any) -> LoadedTarget:
+    from draftline.target.load import load_target
+
+    loaded = load_target(target, device, tokenizer=tokenizer)
+    if len(tokenizer) > loaded.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the target's vocabulary {loaded.vocab_size}",
+            where=f"target.model {target.model}",
+            mend="give the tokenizer that belongs to the target",
+        )
+    return loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,12 @@ def find_drafter(path: Path, checkpoint: str = NEWEST) -> DrafterSource:
         return DrafterSource(path, path, None)
     choice = choose_checkpoint(path, checkpoint)
     return DrafterSource(path, choice.folder, choice.label)
+
+
+def _with_sources(report: EvalReport, sources: Mapping[str, DrafterSource], tally: Tally) -> EvalReport:
+    """The report with where each drafter came from, and with the rows that were left out."""
+    drafters = {name: facts | sources[name].facts() for name, facts in report.drafters.items()}
+    return report.model_copy(update={"drafters": drafters, "warnings": [*report.warnings, *_left_out(tally)]})
 
 
 def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
