@@ -69,6 +69,7 @@ class HiddenStateRow:
 
     @property
     def n_tokens(self) -> int:
+        """T, tokens of all its samples."""
         return sum(self.lengths)
 
     def n_bytes(self) -> int:

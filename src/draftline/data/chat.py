@@ -90,6 +90,7 @@ class EncodedArrays:
     turns_left_out: int
 
     def to_lists(self) -> EncodedConversation:
+        """The same with ids and mask as lists."""
         lists: tuple[list[int], list[bool]] = (self.ids.tolist(), self.mask.tolist())
         return EncodedConversation(*lists, self.n_prompt_tokens, self.truncated, self.turns_left_out)
 

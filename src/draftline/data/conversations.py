@@ -90,6 +90,7 @@ class Tally:
 
     @property
     def n_rejected(self) -> int:
+        """Rows turned away, for whatever reason."""
         return self.rejected.total()
 
 

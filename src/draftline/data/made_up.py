@@ -34,6 +34,7 @@ class MadeUpDataset(TokenDataset):
         return len(self.lengths)
 
     def sample(self, index: int) -> Sample:
+        """Sample `index`: ids int32 [T], mask bool [T]; always the same. Raises IndexError beyond the end."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         n_tokens = int(self.lengths[index])
@@ -42,6 +43,7 @@ class MadeUpDataset(TokenDataset):
         return Sample(f"made-up-{index}", ids, np.arange(n_tokens) >= self._prompt)
 
     def count_token(self, token_id: int) -> int:
+        """How often a token stands in the data; goes through all samples."""
         return sum(int(np.count_nonzero(self.sample(i).input_ids == token_id)) for i in range(len(self)))
 
 

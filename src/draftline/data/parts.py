@@ -107,6 +107,7 @@ class Parts:
 
     @property
     def named(self) -> list[Part]:
+        """The parts that there are, training first."""
         return [self.train, *([self.validation] if self.validation else [])]
 
     def part_of(self, opening: bytes) -> Part:

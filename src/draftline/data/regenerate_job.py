@@ -47,6 +47,7 @@ class RegenerateReport:
 
     @property
     def rejected(self) -> int:
+        """Prompts rejected, for whatever reason."""
         return sum(self.rejected_by_reason.values())
 
     def summary_lines(self) -> list[str]:
@@ -157,6 +158,7 @@ class Scan:
 
     @property
     def n_settled(self) -> int:
+        """Prompts that an earlier run has answered or rejected."""
         return self.n_resumed + self.rejected.total()
 
     def report(self, job: RegenerateJob) -> RegenerateReport:

@@ -30,10 +30,12 @@ class PrepareReport:
 
     @property
     def out_rows(self) -> int:
+        """Samples written, of both parts."""
         return self.manifest.n_samples + (self.validation.n_samples if self.validation else 0)
 
     @property
     def rejected(self) -> int:
+        """Rows rejected, for whatever reason."""
         return sum(self.rejected_by_reason.values())
 
     def summary_lines(self) -> list[str]:

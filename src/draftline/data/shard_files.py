@@ -18,6 +18,7 @@ _MEND = "prepare the data again or copy it anew"
 
 
 def shard_schema() -> pa.Schema:
+    """Arrow schema of a shard: one sample a row."""
     import pyarrow as pa
 
     return pa.schema(

@@ -42,15 +42,18 @@ class RowSession:
 
     @staticmethod
     def clock() -> float:
+        """Always 0: no time of a batch belongs to one prompt."""
         return 0.0
 
     def refuse_tree(self) -> None:
         """A batched target verifies trees as well as lines."""
 
     def commit(self, n_kept: int) -> None:
+        """Keep the first `n_kept` tokens of the last forward."""
         self.length += n_kept
 
     def commit_path(self, path: Sequence[int]) -> None:
+        """Keep the nodes of a path through the last forward's tree, root first; the next forward moves them."""
         if list(path) != list(range(len(path))):
             self.move = (self.length, list(path))
         self.length += len(path)
@@ -80,6 +83,7 @@ class BatchedTarget:
 
     @property
     def has_room(self) -> bool:
+        """True if a row is free for another prompt."""
         return bool(self._free)
 
     def open(self) -> RowSession:
@@ -87,6 +91,7 @@ class BatchedTarget:
         return RowSession(self, self._free.pop(0))
 
     def close(self, session: RowSession) -> None:
+        """Give a prompt's row back, for the next one."""
         self._free.append(session.row)
 
     @torch.inference_mode()

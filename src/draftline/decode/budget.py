@@ -23,7 +23,8 @@ class BudgetRule(Protocol):
     def largest(self) -> int:
         """Most drafts of any tree."""
 
-    def grow(self, marginals: Marginals) -> DraftTree: ...
+    def grow(self, marginals: Marginals) -> DraftTree:
+        """The tree of one round, of at most `largest` drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class FixedBudget:
             raise UserError(f"a tree budget of {self.largest} drafts nothing", where="decode", mend="give at least 1")
 
     def grow(self, marginals: Marginals) -> DraftTree:
+        """The `largest` likeliest prefixes, or fewer if there are no more."""
         return build_tree(marginals, self.largest)
 
 
@@ -79,6 +81,7 @@ class CostCurve:
 
     @property
     def largest(self) -> int:
+        """Drafts of the largest tree that was measured."""
         return self.points[-1][0]
 
     def round_s(self, nodes: int) -> float:
@@ -97,9 +100,11 @@ class AdaptiveBudget:
 
     @property
     def largest(self) -> int:
+        """Drafts of the largest tree that the curve knows."""
         return self.curve.largest
 
     def grow(self, marginals: Marginals) -> DraftTree:
+        """The tree at which expected tokens per second are highest."""
         tree = DraftTree()
         tokens = 1.0
         rate = tokens / self.curve.round_s(0)

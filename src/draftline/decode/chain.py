@@ -45,21 +45,26 @@ class BoundDrafter:
 
     @property
     def block_size(self) -> int:
+        """B: the anchor's token and B - 1 drafts."""
         return self._spec.block_size
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """Target layers whose states it reads."""
         return self._spec.taps
 
     @property
     def spec(self) -> DrafterSpec:
+        """Shape and conventions of the drafter."""
         return self._spec
 
     @property
     def mask_token_id(self) -> int:
+        """The token that stands in slots to be drafted."""
         return self._spec.mask_token_id
 
     def start(self) -> None:
+        """Begin a text: an empty cache."""
         self.cache = self.drafter.new_cache()
 
     def fork(self) -> BoundDrafter:
@@ -73,6 +78,7 @@ class BoundDrafter:
         return ids_B
 
     def block_logits(self, context: RoundContext) -> torch.Tensor:
+        """Logits [B - 1, V] of the drafted slots of one block; the context's new taps enter the cache."""
         assert self.cache is not None, "block_logits before start"
         assert context.new_taps_SF is not None, "a drafter needs tap features"
         taps_SF = context.new_taps_SF.to(self._dtype)
@@ -127,13 +133,16 @@ class ChainSource:
 
     @property
     def block_size(self) -> int:
+        """B: the anchor's token and B - 1 drafts."""
         return self._drafter.block_size
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """Target layers whose states the drafter reads."""
         return self._drafter.taps
 
     def propose(self, context: RoundContext, sampler: Sampler) -> Generator[Request, Any, Proposal]:
+        """Drafts of one block: the likeliest token of each slot, or drawn ones where the request says so."""
         return sampler.propose((yield from drafted(self._drafter, context)))
 
 

@@ -41,6 +41,7 @@ def block_visibility(rule: MaskRule, start: torch.Tensor, slots_B: torch.Tensor,
 
 
 def layers_of(drafter: Drafter) -> list[DrafterLayer]:
+    """The decoder layers of a drafter, first to last."""
     return cast("list[DrafterLayer]", list(drafter.layers))
 
 

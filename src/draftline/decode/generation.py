@@ -58,10 +58,12 @@ class Generation:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds of prefill and decoding."""
         return self.prefill_s + self.decode_s
 
     @property
     def clipped_last_round(self) -> bool:
+        """True if a limit or a stop token cut the last round."""
         return bool(self.clipped) and self.clipped[-1]
 
     @property
@@ -121,6 +123,7 @@ class Recorder:
 
     @property
     def done(self) -> bool:
+        """True when a stop token or the length limit was reached."""
         return self.stopped or len(self.tokens) - len(self.prompt_ids) >= self.max_new_tokens
 
     def begin(self, first_token: int) -> None:
@@ -159,6 +162,7 @@ class Recorder:
         return produced
 
     def finish(self, *, n_forwards: int, n_replays: int, top2: list[tuple[float, float]] | None = None) -> Generation:
+        """The whole generation. Called once, at the end."""
         return Generation(
             output_ids=self.tokens[len(self.prompt_ids) :],
             prompt_tokens=len(self.prompt_ids),

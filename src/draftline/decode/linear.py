@@ -19,10 +19,12 @@ class DraftSource(Protocol):
     """Proposes the drafts of a block. One object serves one prompt at a time."""
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """B: a round commits between 1 and B tokens."""
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose states it needs; empty for none."""
 
     def propose(self, context: RoundContext, sampler: Sampler) -> Generator[Request, Any, Proposal]:
         """At most `context.slots - 1` drafts; may ask for a forward of a drafter."""

@@ -65,6 +65,7 @@ class LookupSource:
         context: RoundContext,
         sampler: Sampler,  # noqa: ARG002 - nothing is drawn
     ) -> Generator[Request, Any, Proposal]:
+        """What followed the last words earlier in the text; nothing if they are new."""
         yield from ()  # a generator, like all sources, that asks for nothing
         drafts = self._index.continuation(context.tokens, context.slots - 1)
         return Proposal(torch.tensor(drafts, dtype=torch.long, device=self._device))

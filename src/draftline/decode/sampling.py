@@ -42,10 +42,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
+        """True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def samples_drafts(self) -> bool:
+        """True if a chain draws its drafts instead of taking the likeliest."""
         return not self.is_greedy and self.proposals == "sampled"
 
 

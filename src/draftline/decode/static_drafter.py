@@ -43,18 +43,22 @@ class StaticDrafter:
 
     @property
     def block_size(self) -> int:
+        """B: the anchor's token and B - 1 drafts."""
         return self.bound.block_size
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """Target layers whose states it reads."""
         return self.bound.taps
 
     @property
     def spec(self) -> object:
+        """Shape and conventions of the drafter."""
         return self._spec
 
     @property
     def mask_token_id(self) -> int:
+        """The token that stands in slots to be drafted."""
         return self.bound.mask_token_id
 
     def fork(self) -> BoundDrafter:
@@ -62,6 +66,7 @@ class StaticDrafter:
         return self.bound.fork()
 
     def start(self) -> None:
+        """Begin a text: the buffers count as empty."""
         self._length = 0
 
     @torch.inference_mode()
@@ -75,6 +80,7 @@ class StaticDrafter:
 
     @torch.inference_mode()
     def block_logits(self, context: RoundContext) -> torch.Tensor:
+        """Logits [B - 1, V] of the drafted slots of one block; the context's new taps enter the buffers."""
         assert context.new_taps_SF is not None, "a drafter needs tap features"
         taps_SF = context.new_taps_SF.to(self._no_taps_SF.dtype)
         if taps_SF.shape[0] > self.block_size:

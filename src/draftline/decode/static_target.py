@@ -181,19 +181,23 @@ class StaticSession:
         """Static forwards verify trees as well as lines."""
 
     def prefill(self, ids: Sequence[int]) -> Forwarded:
+        """Run the prompt: logits [V] of its last token, taps of all of it."""
         ids_N = torch.as_tensor(ids, dtype=torch.long, device=self.target.device)
         logits_NV, taps_NF = self._owner.run_prompt(ids_N, self._taps)
         self.length = len(ids)
         return logits_NV[-1], taps_NF
 
     def extend(self, ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Forwarded:
+        """Run a line or a tree of N tokens: logits [N, V] and taps of each."""
         self.n_forwards += 1
         return self._owner.run(RowForward(ids_N, self.length, tree), self._taps, self._widths)
 
     def commit(self, n_kept: int) -> None:
+        """Keep the first `n_kept` tokens of the last forward."""
         self.length += n_kept
 
     def commit_path(self, path: Sequence[int]) -> None:
+        """Keep the nodes of a path through the last forward's tree, root first."""
         if list(path) != list(range(len(path))):
             self._owner.move_path(self.length, path)
         self.length += len(path)

@@ -80,10 +80,12 @@ class DraftModel(Protocol):
     """What chain and tree decoding ask of a drafter. One object serves one prompt at a time."""
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """B: the anchor's token and B - 1 drafts."""
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose states it reads."""
 
     def start(self) -> None:
         """Forgets the last prompt."""
@@ -126,7 +128,8 @@ class Session(Protocol):
     n_replays: int
 
     @property
-    def target(self) -> LoadedTarget: ...
+    def target(self) -> LoadedTarget:
+        """The target that verifies."""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -145,9 +148,11 @@ class Session(Protocol):
 class SoloSession(Session, Protocol):
     """A session that runs its forwards itself."""
 
-    def prefill(self, ids: Sequence[int]) -> Forwarded: ...
+    def prefill(self, ids: Sequence[int]) -> Forwarded:
+        """Run the prompt: logits [V] of its last token, taps of all of it."""
 
-    def extend(self, ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Forwarded: ...
+    def extend(self, ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Forwarded:
+        """Run a line or a tree of N tokens: logits [N, V] and taps of each."""
 
 
 def recorder_for(session: Session, task: Task, block_size: int) -> Recorder:

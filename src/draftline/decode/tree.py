@@ -37,6 +37,7 @@ class Marginals:
 
     @property
     def depth(self) -> int:
+        """D, drafted positions."""
         return len(self.log_probs_DR)
 
 
@@ -78,6 +79,7 @@ class DraftTree:
         return math.fsum(math.exp(node.log_prob) for node in self.nodes)
 
     def depths(self) -> list[int]:
+        """Depth of each node, the root (0) first."""
         return [0, *(node.depth for node in self.nodes)]
 
     def visible(self) -> np.ndarray:

@@ -80,6 +80,7 @@ class WalkSums:
 
     @classmethod
     def zeros(cls, n_methods: int) -> Self:
+        """Nothing walked yet, for so many methods."""
         none = (0,) * n_methods
         return cls(none, none, none, none)
 

@@ -58,6 +58,7 @@ def row_statistics_kernel(
     HAS_CAP: tl.constexpr, SOFT_KL: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     # fmt: on
+    """One program a row: largest logit, log-sum-exp, label's logit, and what the terms need, into the table."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * n_vocab
     label = tl.load(label_ptr + row).to(tl.int32)
@@ -121,6 +122,7 @@ def distances_kernel(
     KL: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     # fmt: on
+    """One program a row: KL, and where asked TV and reverse KL, between the draft and its teacher."""
     row = tl.program_id(0).to(tl.int64)
     t_row = tl.load(t_row_ptr + row)
     z_ptr += row * n_vocab
@@ -168,6 +170,7 @@ def gradient_kernel(
     KL_VALUE: tl.constexpr, FULL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     # fmt: on
+    """One program a row: the weighted gradient of all terms by the logits, written to `g`."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_ptr + row).to(tl.int32)
     z_ptr += row * n_vocab

@@ -31,17 +31,21 @@ from draftline.target.loop import Clock, map_tensors
 class TrainingLog(Protocol):
     """Where a drafter reports, in its own thread: each finished row, and each other step that was skipped."""
 
-    def row_trained(self, report: TrainedRow) -> None: ...
+    def row_trained(self, report: TrainedRow) -> None:
+        """A row's step has finished."""
 
-    def step_skipped(self, drafter: int, what: str) -> None: ...
+    def step_skipped(self, drafter: int, what: str) -> None:
+        """An optimizer step changed nothing, because its gradient was not finite."""
 
 
 class Meetings(Protocol):
     """What becomes of the replicas when drafters meet; see pipeline/meeting.py."""
 
-    def hold(self, meeting: Meeting) -> None: ...
+    def hold(self, meeting: Meeting) -> None:
+        """Take part in a meeting from its beginning to its end."""
 
-    def take_over(self, meeting: Meeting) -> tuple[Tensor, Tensor] | None: ...
+    def take_over(self, meeting: Meeting) -> tuple[Tensor, Tensor] | None:
+        """Take what the meeting decided into this drafter's replica; see `pipeline/meeting.py`."""
 
 
 @dataclass(frozen=True, slots=True)

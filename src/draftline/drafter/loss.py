@@ -64,6 +64,7 @@ class LossTerms:
 
     @property
     def needs_teacher(self) -> bool:
+        """True if the target's distribution is needed."""
         return self.labels_from_teacher or any((self.kl, self.tv, self.reverse_kl))
 
     def coefficients(self) -> dict[str, float]:

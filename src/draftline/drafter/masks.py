@@ -182,6 +182,7 @@ class VisibleStretches:
 
     @property
     def n_queries(self) -> int:
+        """Q, queries that have a stretch."""
         return self.low_Q.shape[0]
 
     def mask_mod(self) -> MaskMod:

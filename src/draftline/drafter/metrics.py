@@ -102,6 +102,7 @@ class StepStats:
 
     @classmethod
     def zeros(cls, block_size: int, device: torch.device | str = "cpu", tree_budgets: tuple[int, ...] = ()) -> Self:
+        """Sums of no row at all."""
         size = len(_SCALARS) + len(_SLOT_SUMS) * (block_size - 1) + len(_BIN_SUMS) * CALIBRATION_BINS
         size += len(tree_budgets)
         return cls(torch.zeros(size, dtype=torch.float64, device=device), block_size, tree_budgets)
@@ -147,18 +148,22 @@ class StepStats:
 
     @property
     def numerator(self) -> Tensor:
+        """0-dim: numerator of the whole loss."""
         return self.scalar("numerator")
 
     @property
     def denominator(self) -> Tensor:
+        """0-dim: denominator of the loss and of all terms."""
         return self.scalar("denominator")
 
     @property
     def acceptance_sum(self) -> Tensor:
+        """0-dim: chain acceptance lengths, summed over whole blocks."""
         return self.scalar("acceptance_sum")
 
     @property
     def acceptance_blocks(self) -> Tensor:
+        """0-dim: whole blocks."""
         return self.scalar("acceptance_blocks")
 
     @property

@@ -39,6 +39,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, in fp32 at least; shape and dtype of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -132,6 +133,7 @@ class Attention(nn.Module):
         return rotate(k_TMD, rope), self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x_QH: torch.Tensor, rope: Rope, attend_to: Attend) -> torch.Tensor:
+        """Queries x [Q, H] attend to what `attend_to` joins with their own keys and values; gives [Q, H]."""
         q_QND = rotate(self.q_norm(self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim))), rope)
         k_QMD, v_QMD = self.key_value(x_QH, rope)
         return self.o_proj(attend_to(q_QND, k_QMD, v_QMD).flatten(-2))
@@ -152,6 +154,7 @@ class SwiGLU(nn.Module):
         self.fp8 = False
 
     def forward(self, x_QH: torch.Tensor) -> torch.Tensor:
+        """down(silu(gate(x)) * up(x)) of x [Q, H]."""
         product = linear_fp8 if self.fp8 and self.training else nn.functional.linear
         gate_QI, up_QI = product(x_QH, self.gate_proj.weight), product(x_QH, self.up_proj.weight)
         return product(nn.functional.silu(gate_QI) * up_QI, self.down_proj.weight)
@@ -168,6 +171,7 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, x_QH: torch.Tensor, rope: Rope, attend_to: Attend) -> torch.Tensor:
+        """Attention and MLP, each behind a norm and added to its input; x and result [Q, H]."""
         x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), rope, attend_to)
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 

@@ -123,10 +123,12 @@ class DrafterStep:
 
     @property
     def block_size(self) -> int:
+        """B: the anchor's token and B - 1 drafts."""
         return self._drafter.spec.block_size
 
     @property
     def device(self) -> torch.device:
+        """Where it computes."""
         return self._head.weight_VH.device
 
     def blocks_at_once(self, row: HiddenStateRow) -> int:

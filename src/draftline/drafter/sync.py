@@ -95,6 +95,7 @@ class Synchronizer:
 
     @property
     def kind(self) -> str:
+        """`average`, `copy`, `gradient` or `outer`."""
         return self._config.kind
 
     @property

@@ -47,6 +47,7 @@ class TopTokens:
 
     @classmethod
     def empty(cls, n_slots: int, width: int, device: torch.device) -> Self:
+        """Nothing known of any slot: log-probabilities [Q, R] of -inf, ids [Q, R] of -1."""
         log_probs_QR = torch.full((n_slots, width), float("-inf"), dtype=torch.float32, device=device)
         return cls(log_probs_QR, torch.full((n_slots, width), -1, dtype=torch.int64, device=device))
 

@@ -129,6 +129,7 @@ class DrafterSource:
 
     @property
     def is_export(self) -> bool:
+        """True if the folder is an export, not a run."""
         return (self.folder / "config.json").is_file()
 
     def check(self, *, num_target_layers: int | None = None) -> None:

@@ -87,14 +87,17 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str | None]:
+        """(method, drafter's name or None)."""
         return self.method.name, self.drafter_name
 
     @property
     def label(self) -> str:
+        """The same for people."""
         return self.method.name if self.drafter_name is None else f"{self.drafter_name} {self.method.name}"
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """Target layers that its drafter reads; empty without one."""
         return () if self.drafter is None else self.drafter.taps
 
     def steps(self, session: Session, task: Task, drafter: DraftModel | None) -> Steps:

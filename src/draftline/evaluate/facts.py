@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def target_facts(target: LoadedTarget) -> dict[str, Any]:
+    """What the report tells of the target."""
     return {
         "model": target.config.model,
         "fingerprint": target.fingerprint,
@@ -33,6 +34,7 @@ def target_facts(target: LoadedTarget) -> dict[str, Any]:
 
 
 def drafter_facts(drafter: DraftModel) -> dict[str, Any]:
+    """What the report tells of a drafter."""
     facts: dict[str, Any] = {"block_size": drafter.block_size, "taps": list(drafter.taps)}
     spec = getattr(drafter, "spec", None)
     if isinstance(spec, DrafterSpec):
@@ -47,6 +49,7 @@ def settings(
     seed: int,
     decoding: Decoding,
 ) -> dict[str, Any]:
+    """What the report tells of how it was measured: limits, seeds, sampling, batch, prompts, cost curves."""
     curves = {
         e.label: {"draft_s": e.budget.curve.draft_s, "points": e.budget.curve.points}
         for e in entries
@@ -69,6 +72,7 @@ def settings(
 
 
 def versions() -> dict[str, str]:
+    """Of draftline, torch, transformers and Python, and the number of threads."""
     return {
         "draftline": __version__,
         "torch": torch.__version__,
@@ -79,6 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def dtype_name(target: LoadedTarget) -> str:
+    """`bfloat16` and so on."""
     return str(target.dtype).removeprefix("torch.")
 
 

@@ -19,10 +19,12 @@ class Method:
 
     @property
     def needs_drafter(self) -> bool:
+        """False for plain decoding and prompt lookup."""
         return self.name not in ("plain", "lookup")
 
     @property
     def is_tree(self) -> bool:
+        """True for trees of fixed and of adaptive size."""
         return self.budget is not None or self.name == "adaptive"
 
 

@@ -29,6 +29,7 @@ class Sample:
 
     @property
     def counts(self) -> PromptCounts:
+        """Tokens committed, and rounds."""
         return PromptCounts(sum(self.generation.acceptance_lengths), len(self.generation.acceptance_lengths))
 
 
@@ -118,6 +119,7 @@ def compare_outputs(sample: Sample, eps: float) -> tuple[Divergence, bool] | Non
 
 
 def machine_eps(dtype: torch.dtype) -> float:
+    """Spacing of the dtype at 1."""
     return float(torch.finfo(dtype).eps)
 
 

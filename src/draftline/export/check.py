@@ -37,6 +37,7 @@ class CheckReport:
         return () if "any" in refused else tuple(s for s in self.servers if s not in refused)
 
     def lines(self) -> list[str]:
+        """For people: a line a finding, then the verdict."""
         verdict = f"as trained: {', '.join(self.good_for)}" if self.good_for else "served by none of them as trained"
         return [*(f.line() for f in self.findings), f"{self.path} ({self.form}): {verdict}"]
 

@@ -125,6 +125,7 @@ def causal_layers(spec: DrafterSpec) -> tuple[bool, ...]:
 
 
 def slides(spec: DrafterSpec) -> bool:
+    """True if any layer has a sliding window."""
     return "sliding_attention" in spec.layer_types
 
 
@@ -186,6 +187,7 @@ def _check_weights(weights: Mapping[str, torch.Tensor], expected: Mapping[str, t
 
 
 def refuse_non_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises UserError that names the first tensor with NaN or infinity."""
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{name} holds NaN or infinity", where=where, mend="take an earlier checkpoint")

@@ -86,6 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

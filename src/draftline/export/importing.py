@@ -30,6 +30,7 @@ class Imported:
     mended: tuple[str, ...]
 
     def lines(self) -> list[str]:
+        """For people: what was mended, where it is, and how to train it further."""
         return [
             *(f"mended: {line}" for line in self.mended),
             f"imported: {self.path}",

@@ -32,6 +32,7 @@ class TrapFinding:
     mend: str
 
     def line(self) -> str:
+        """The finding for people: level, server, what is wrong, how to mend it."""
         return f"{self.level:6}  {self.server}: {self.what}; {self.mend}"
 
 
@@ -73,6 +74,7 @@ def find_traps(subject: Subject) -> list[TrapFinding]:
 
 
 def unreadable_servers(subject: Subject) -> Iterator[TrapFinding]:
+    """Servers that cannot read the format at all."""
     if subject.form == "speculators":
         unable: tuple[Server, ...] = ("dflash", "sglang")
         for server in unable:
@@ -106,6 +108,7 @@ def _served_causality(subject: Subject) -> Iterator[tuple[Server, tuple[bool, ..
 
 
 def window_origin(subject: Subject) -> Iterator[TrapFinding]:
+    """Windows that training and serving measure from different places."""
     spec = subject.spec
     if not slides(spec) or spec.window_origin == "query":
         return
@@ -128,6 +131,7 @@ def one_geometry(subject: Subject) -> Iterator[TrapFinding]:
 
 
 def rotary(subject: Subject) -> Iterator[TrapFinding]:
+    """Rotary parameters that a reader drops, contradicts or applies otherwise."""
     config = subject.transformer
     rope = config.get("rope_parameters") or {}
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -172,6 +176,7 @@ def proposals(subject: Subject) -> Iterator[TrapFinding]:
 
 
 def mask_token(subject: Subject) -> Iterator[TrapFinding]:
+    """A mask token that text may hold."""
     spec = subject.spec
     ends = spec.eos_token_id if isinstance(spec.eos_token_id, list) else [spec.eos_token_id]
     for use, ids in (("end-of-text", ends), ("padding", [spec.pad_token_id]), ("begin-of-text", [spec.bos_token_id])):
@@ -193,6 +198,7 @@ def factors(subject: Subject) -> Iterator[TrapFinding]:
 
 
 def precision(subject: Subject) -> Iterator[TrapFinding]:
+    """Weights in several dtypes, or in another than the file says."""
     named = str(subject.config.get("dtype") or subject.config.get("torch_dtype") or "").removeprefix("torch.")
     found = sorted({dtype for name, dtype in subject.dtypes.items() if name.endswith("_proj.weight")})
     if len(found) > 1:
@@ -204,6 +210,7 @@ def precision(subject: Subject) -> Iterator[TrapFinding]:
 
 
 def mixed_layers(subject: Subject) -> Iterator[TrapFinding]:
+    """Sliding beside full layers."""
     if slides(subject.spec) and "full_attention" in subject.spec.layer_types:
         what = "sliding beside full layers need vLLM's second model runner"
         yield TrapFinding("note", "vllm", what, "set VLLM_USE_V2_MODEL_RUNNER=1 and compare the acceptance")
@@ -221,17 +228,20 @@ def expressible(subject: Subject) -> Iterator[TrapFinding]:
 
 
 def recurrent_target(subject: Subject) -> Iterator[TrapFinding]:
+    """A target whose state a server does not roll back."""
     if subject.provenance.get("target_is_recurrent") and subject.form == "zlab":
         what = "the target has recurrent layers, whose state dflash does not roll back: wrong text without an error"
         yield TrapFinding("refuse", "dflash", what, "decode with draftline, vLLM or SGLang")
 
 
 def prefix_cache(subject: Subject) -> Iterator[TrapFinding]:
+    """Tokens from a prefix cache, which the drafter never sees."""
     del subject  # true of every drafter
     yield TrapFinding("note", "any", PREFIX_CACHE_WARNING.partition(": ")[0], "see README.md for the options")
 
 
 def chat_template(subject: Subject) -> Iterator[TrapFinding]:
+    """Template arguments of training, which serving must repeat."""
     if "chat_template_kwargs" not in subject.provenance:
         what = "not recorded: the chat template arguments of training (thinking on or off)"
         yield TrapFinding("note", "any", what, "serve with those that the data was made with")

@@ -47,6 +47,7 @@ class StatusDisplay:
         self._live = Live(console=console, auto_refresh=False) if is_live(console) else None
 
     def start(self) -> None:
+        """Begin to redraw; nothing where lines are printed."""
         if self._live:
             self._live.start()
 

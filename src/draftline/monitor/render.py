@@ -84,10 +84,12 @@ def short_name(worker: WorkerStatus) -> str:
 
 
 def waiting_share(worker: WorkerStatus) -> float:
+    """Share of the recent window in which a worker waited, 0..1."""
     return worker.shares.get("waiting", 0.0)
 
 
 def number(value: float | None, digits: int) -> str:
+    """A number with so many digits, `?` where it is not known."""
     return "?" if value is None else f"{value:.{digits}f}"
 
 
@@ -133,6 +135,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def flow(segments: Sequence[str], width: int) -> list[str]:
+    """Segments side by side, in lines of at most `width` columns."""
     lines: list[str] = []
     for segment in segments:
         if lines and len(lines[-1]) + len(SEPARATOR) + len(segment) <= width:

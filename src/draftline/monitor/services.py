@@ -63,9 +63,11 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="rows")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step of the run, with the rows trained among its numbers."""
         self._run.log({"rows": step, **metrics})
 
     def close(self) -> None:
+        """Send what is buffered and end the run there."""
         self._run.finish()
 
 
@@ -84,9 +86,11 @@ class TrackioTracker:
             self._run: Any = copy_context().run(trackio.init, project=project, name=name, **options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step of the run."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Write out what is buffered and end the run there."""
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -116,6 +120,7 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, metrics=kept)
 
     def close(self) -> None:
+        """End the run there."""
         self._client.set_terminated(self._run_id)
 
     def _find(self, experiment: str, ident: str) -> str | None:

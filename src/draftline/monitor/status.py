@@ -37,6 +37,8 @@ class Wait(StrEnum):
 
 
 class Record(BaseModel):
+    """Frozen, and strict about its fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -128,6 +130,7 @@ class LedgerCounts(Record):
 
     @property
     def remaining(self) -> int:
+        """Rows that nobody has trained yet."""
         return max(0, self.planned - self.committed - self.set_aside - self.trained)
 
 

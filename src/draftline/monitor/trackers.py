@@ -27,9 +27,11 @@ class Tracker(Protocol):
 
     name: str
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the numbers of one moment."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write everything out; nothing is logged afterwards."""
 
 
 class JsonlTracker:
@@ -42,11 +44,13 @@ class JsonlTracker:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held open for the life of the run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, handed to the operating system at once."""
         values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, "wall": round(self._wall(), 3), **values}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -61,10 +65,12 @@ class TensorBoardTracker:
         self._writer: Any = SummaryWriter(log_dir=str(folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar a metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
 
     def close(self) -> None:
+        """Write out what is buffered."""
         self._writer.close()
 
 
@@ -80,11 +86,13 @@ class TrackerSet:
         self.failed: dict[str, str] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the numbers to each tracker that still works."""
         with self._lock:
             for tracker in list(self._trackers):
                 self._guard(tracker, lambda t=tracker: t.log(step, metrics))  # type: ignore[misc]
 
     def close(self) -> None:
+        """Close each tracker. Safe to call twice."""
         with self._lock:
             for tracker in list(self._trackers):
                 self._guard(tracker, tracker.close)

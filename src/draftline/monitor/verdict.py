@@ -68,6 +68,7 @@ def rate(tokens_per_s: float | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

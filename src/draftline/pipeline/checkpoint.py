@@ -60,6 +60,7 @@ class Checkpoint:
 
 
 def checkpoint_root(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
     return run / "checkpoints"
 
 

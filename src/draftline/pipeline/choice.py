@@ -28,6 +28,7 @@ class Choice:
 
     @property
     def label(self) -> str:
+        """For people: `best by validation`, or the checkpoint's name."""
         return "best by validation" if self.is_export else self.folder.name
 
 

@@ -47,7 +47,8 @@ def best_acceptance(folder: Path, best_by: str = "chain") -> float:
 class MeetingClock(Protocol):
     """Spans of the worker in whose thread a meeting is held."""
 
-    def span(self, activity: Any, what: str, **facts: Any) -> AbstractContextManager[Any]: ...
+    def span(self, activity: Any, what: str, **facts: Any) -> AbstractContextManager[Any]:
+        """Times what stands inside it."""
 
 
 class UnhurriedClock:
@@ -64,6 +65,7 @@ class UnhurriedClock:
 
     @contextmanager
     def span(self, activity: Any, what: str, **facts: Any) -> Iterator[Any]:
+        """Times what stands inside it, and tells the watchdog that it may take long."""
         with self._busy(str(activity)), self._clock.span(activity, what, **facts) as span:
             yield span
 

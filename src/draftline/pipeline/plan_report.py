@@ -80,6 +80,7 @@ class PlanReport:
         return [*lines, f"time for the data: {_duration(self.data_s)} for {self.data_tokens} tokens, all epochs"]
 
     def to_json(self) -> str:
+        """Everything, for programs."""
         content: dict[str, Any] = asdict(self)
         content["memory"] = [asdict(m) | {"total_bytes": m.total_bytes} for m in self.memory]
         content |= {"traffic_bytes_per_s": self.traffic_bytes_per_s, "data_s": self.data_s}

@@ -54,6 +54,7 @@ class RunReporter:
 
     @property
     def rows_by_drafter(self) -> tuple[int, ...]:
+        """Rows trained by each drafter in this process."""
         return tuple(self._rows)
 
     def say(self, line: str) -> None:
@@ -61,6 +62,7 @@ class RunReporter:
         plain(self._console, line)
 
     def clock(self, worker: str) -> WorkerClock:
+        """The clock of a worker."""
         return self._monitor.metrics.worker(worker)
 
     def watch(self, exchange: RowExchange) -> None:

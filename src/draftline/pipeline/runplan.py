@@ -54,10 +54,12 @@ class RunPlan:
 
     @property
     def num_targets(self) -> int:
+        """T."""
         return len(self.config.pipeline.target_devices)
 
     @property
     def num_drafters(self) -> int:
+        """D."""
         return len(self.config.pipeline.drafter_devices)
 
 
@@ -159,6 +161,7 @@ def compute_dtype(setting: str, device: str) -> str:
 
 
 def dtype_bytes(name: str) -> int:
+    """Bytes of one number of that dtype."""
     return 4 if name == "float32" else 2
 
 
@@ -177,6 +180,7 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
+        """All parts together."""
         return sum(self.parts.values())
 
 

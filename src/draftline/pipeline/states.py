@@ -54,6 +54,7 @@ class StatesPart:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of its rows."""
         return sum(row.n_tokens for row in self.rows)
 
     def reader(self) -> StatesReader | None:
@@ -178,6 +179,7 @@ class StateStores:
         return [] if self._mode == "online" else size_lines(self._plan, self._parts)
 
     def close(self) -> None:
+        """Finish the files that are being written."""
         for writer in self._writers:
             writer.close()
 
@@ -227,6 +229,7 @@ def require_room(plan: RunPlan, parts: Sequence[StatesPart]) -> None:
 
 
 def bytes_per_token(plan: RunPlan) -> int:
+    """Bytes that a token's states take on disk."""
     identity = states_identity(plan, "")
     with_final = identity.final_norm is not None
     return token_bytes(

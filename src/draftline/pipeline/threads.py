@@ -221,11 +221,13 @@ class RowExchange(Generic[P]):
 
     @property
     def end(self) -> End | None:
+        """How the run ended; None while it goes on."""
         with self._lock:
             return self._core.end
 
     @property
     def failure(self) -> Failure | None:
+        """What failed the run, if anything did."""
         with self._lock:
             return self._core.failure
 
@@ -240,6 +242,7 @@ class RowExchange(Generic[P]):
             return self._core.ledger.epochs()
 
     def stats(self) -> ExchangeStats:
+        """Counts of this moment, and how long each worker has waited, in seconds."""
         with self._lock:
             core, now = self._core, self._clock()
             waiting = {who: now - since for who, (since, _) in self._waits.items()}

@@ -33,6 +33,7 @@ class ValidationScores:
 
     @property
     def loss(self) -> float | None:
+        """The objective over all validation rows; None without any supervised slot."""
         denominator = float(self.stats.denominator)
         return float(self.stats.numerator) / denominator if denominator else None
 

@@ -28,6 +28,7 @@ class SampleStates:
     final_TH: Tensor | None
 
     def n_bytes(self) -> int:
+        """Bytes of its tensors."""
         tensors = [self.taps_TF] if self.final_TH is None else [self.taps_TF, self.final_TH]
         return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -47,11 +47,14 @@ class SampleLike(Protocol):
     """What is needed of a sample: int ids [T] and a bool mask [T], as numpy arrays."""
 
     @property
-    def sample_id(self) -> str: ...
+    def sample_id(self) -> str:
+        """Its name, unique in the data set."""
     @property
-    def input_ids(self) -> Any: ...
+    def input_ids(self) -> Any:
+        """Token ids [T]."""
     @property
-    def loss_mask(self) -> Any: ...
+    def loss_mask(self) -> Any:
+        """True where the target wrote the token, [T]."""
 
 
 @dataclass

@@ -78,12 +78,14 @@ class LoadedTarget:
 
     @property
     def layers(self) -> nn.ModuleList:
+        """The decoder layers, first to last."""
         layers = getattr(self.decoder, self.layers_name)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
     @property
     def final_norm(self) -> nn.Module | None:
+        """The norm before the head; None if there is none."""
         return None if self.norm_name is None else getattr(self.decoder, self.norm_name)
 
     @property
@@ -93,10 +95,12 @@ class LoadedTarget:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers."""
         return self.facts.num_layers
 
     @property
     def hidden_size(self) -> int:
+        """H, width of a hidden state."""
         return self.facts.hidden_size
 
     @property
@@ -106,6 +110,7 @@ class LoadedTarget:
 
     @property
     def has_recurrent_layers(self) -> bool:
+        """True if a layer carries a state along the sequence."""
         return self.facts.has_recurrent_layers or bool(getattr(self.model, "_is_stateful", False))
 
 

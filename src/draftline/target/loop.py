@@ -29,15 +29,18 @@ from draftline.records import HiddenStateRow, PlannedRow
 class Capture(Protocol):
     """What the loop needs of a target: samples in, hidden states out."""
 
-    def capture(self, planned: PlannedRow, samples: Sequence[Sample]) -> HiddenStateRow: ...
+    def capture(self, planned: PlannedRow, samples: Sequence[Sample]) -> HiddenStateRow:
+        """Hidden states of a planned row, whose samples come in its order."""
 
 
 class Clock(Protocol):
     """What the loops need of the monitor."""
 
-    def span(self, activity: Any, what: str, **facts: Any) -> AbstractContextManager[Any]: ...
+    def span(self, activity: Any, what: str, **facts: Any) -> AbstractContextManager[Any]:
+        """Times what stands inside it."""
 
-    def done(self, *, rows: int, tokens: int) -> None: ...
+    def done(self, *, rows: int, tokens: int) -> None:
+        """Counts rows and tokens that were finished."""
 
 
 class TargetForwardLoop:

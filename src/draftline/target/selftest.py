@@ -38,7 +38,8 @@ _SEED = 20
 class CaptureBackend(Protocol):
     """Whatever captures hidden states: this process, a server, files."""
 
-    def capture(self, planned: PlannedRow, samples: Sequence[SampleLike]) -> HiddenStateRow: ...
+    def capture(self, planned: PlannedRow, samples: Sequence[SampleLike]) -> HiddenStateRow:
+        """Hidden states of a planned row, whose samples come in its order."""
 
 
 MakeCapture = Callable[[LoadedTarget, tuple[int, ...], CaptureLayout], CaptureBackend]

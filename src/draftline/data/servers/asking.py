@@ -65,10 +65,12 @@ class Outbox:
         self._arrived = asyncio.Event()
 
     def answer(self, row: dict[str, Any]) -> None:
+        """Hand over an answer to be written."""
         self._rows.append(row)
         self._arrived.set()
 
     def reject(self, name: str, reason: str) -> None:
+        """Hand over a rejected prompt, with the reason, to be written."""
         self._rejects.append((name, reason))
         self._arrived.set()
 
@@ -113,6 +115,7 @@ class AskingReport:
     first_reject: str | None = None
 
     def count(self, row: dict[str, Any]) -> None:
+        """Count one answer: its tokens, and what tokenizing it again gave."""
         self.n_answers += 1
         self.new_tokens += row["answer_tokens"] or 0
         verdict = row["retokenized"] or "unknown"

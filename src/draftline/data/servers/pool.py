@@ -52,6 +52,7 @@ class Server:
 
     @property
     def url(self) -> str:
+        """Its address."""
         return self.client.url
 
 

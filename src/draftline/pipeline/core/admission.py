@@ -107,17 +107,20 @@ class Admission:
         self.charged: dict[int, int] = {}
 
     def fits(self, n_bytes: int) -> bool:
+        """True if a row of so many bytes may be leased now."""
         if len(self.charged) >= self.max_rows:
             return False
         return self.max_bytes is None or self.n_bytes + n_bytes <= self.max_bytes
 
     def charge(self, row_id: int, n_bytes: int) -> None:
+        """Take a slot for a row. Raises ProtocolError if it has one."""
         if row_id in self.charged:
             raise ProtocolError(f"row {row_id} holds a slot already")
         self.charged[row_id] = n_bytes
         self.n_bytes += n_bytes
 
     def release(self, row_id: int) -> None:
+        """Free a row's slot. Raises ProtocolError if it has none."""
         if row_id not in self.charged:
             raise ProtocolError(f"row {row_id} holds no slot")
         self.n_bytes -= self.charged.pop(row_id)

@@ -47,10 +47,12 @@ class Worker:
 
 
 def target_worker(index: int) -> Worker:
+    """The target of that number."""
     return Worker("target", index)
 
 
 def drafter_worker(index: int) -> Worker:
+    """The drafter of that number."""
     return Worker("drafter", index)
 
 
@@ -71,6 +73,7 @@ class Lease:
 
     @property
     def row_id(self) -> int:
+        """Of the leased row."""
         return self.row.row_id
 
 
@@ -92,6 +95,7 @@ class RowItem(Generic[P]):
 
     @property
     def row_id(self) -> int:
+        """Of the row."""
         return self.row.row_id
 
 

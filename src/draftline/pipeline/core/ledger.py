@@ -81,10 +81,12 @@ class LedgerState:
 
     @property
     def n_committed(self) -> int:
+        """Rows committed."""
         return sum(stop - start for start, stop in self.committed)
 
     @property
     def n_set_aside(self) -> int:
+        """Rows set aside."""
         return sum(stop - start for start, stop in self.set_aside)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,6 +181,7 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
+        """Rows leased, captured or handed out, not yet committed."""
         counts = self.counts
         return counts[RowState.LEASED] + counts[RowState.CAPTURED] + self.handed
 
@@ -189,6 +192,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
+        """True if every planned row is committed or set aside."""
         return self.counts[RowState.COMMITTED] + self.counts[RowState.SET_ASIDE] == len(self.states)
 
     def set_aside_samples(self) -> int:
@@ -199,6 +203,7 @@ class Ledger:
         return sum(len(row.samples) for row, state in rows if state is RowState.SET_ASIDE)
 
     def identity(self) -> LedgerCounts:
+        """planned = committed + set aside + in flight + remaining, in figures."""
         counts = self.counts
         return LedgerCounts(
             planned=len(self.states),
@@ -216,6 +221,7 @@ class Ledger:
         return tuple(_counts_of(tallies[epoch]) for epoch in sorted(tallies))
 
     def captures(self) -> CaptureCounts:
+        """What became of every row that was captured."""
         return CaptureCounts(
             produced=self.produced,
             committed=self.counts[RowState.COMMITTED] - self.committed_before,

@@ -1,9 +1,8 @@
 """The pure core: plan, ledger, admission, queue, rounds and stop as one state machine.
 
 Consumes calls of targets (lease, put, producer_done) and drafters (get, trained, arrive, begin_average, commit) and
-reports of failures; produces Lease, RowItem, SyncItem, StopItem, or WAIT. It has no threads, clocks, tensors or
-payloads, and no call waits: whoever gets WAIT asks again after another transition. One lock around it makes the
-thread driver (pipeline/threads.py); the simulator drives this very object.
+reports of failures; produces Lease, RowItem, SyncItem, StopItem, or WAIT. No threads, clocks, tensors or payloads, and
+no call waits: whoever gets WAIT asks again. pipeline/threads.py puts a lock around it; the simulator drives it too.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ class PipelineCore:
             raise UserError("the plan has no rows", mend="check data.path and max_rows")
         if len(plan) != len(row_bytes):
             raise ProtocolError(f"{len(plan)} rows but {len(row_bytes)} sizes")
-        self.settings = settings
+        self.settings, self.row_bytes = settings, row_bytes
         self.ledger = Ledger(plan, state)
-        self.row_bytes = row_bytes
         self._planned = [i for i, where in enumerate(self.ledger.states) if where is PLANNED]
         check_settings(settings, (row_bytes[i] for i in self._planned))
         self.admission = Admission(settings.max_rows, settings.queue_bytes)
@@ -83,6 +81,7 @@ class PipelineCore:
 
     @property
     def round_id(self) -> int:
+        """Of the open round."""
         return self.rounds.round_id
 
     @property
@@ -101,6 +100,7 @@ class PipelineCore:
 
     @property
     def good_end(self) -> End:
+        """How the run ends if nothing fails: STOPPED if that was asked for, else CLOSED."""
         return End.STOPPED if self.stopping else End.CLOSED
 
     @property
@@ -109,6 +109,7 @@ class PipelineCore:
         return self.stopping or self.ledger.is_complete
 
     def is_live(self, drafter: int) -> bool:
+        """True if the drafter takes part."""
         return drafter in self.rounds.live
 
     @property
@@ -123,6 +124,7 @@ class PipelineCore:
         return [worker for _, worker in sorted(targets + drafters, key=lambda item: item[0])]
 
     def snapshot(self) -> LedgerState:
+        """What a checkpoint stores of the ledger."""
         return self.ledger.snapshot()
 
     # ---- targets
@@ -304,8 +306,7 @@ class PipelineCore:
     def request_stop(self) -> bool:
         """Stop early: rows in hand finish and are committed, waiting rows are discarded, then everybody gets Stop.
 
-        Returns:
-            False if there is nothing to stop: all rows are committed or set aside, or the run has ended.
+        Returns False if there is nothing to stop: all rows are committed or set aside, or the run has ended.
         """
         if self.failure or self.stopping or self.closed or self.ledger.is_complete:
             return False

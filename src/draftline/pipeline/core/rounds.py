@@ -42,6 +42,7 @@ class Rounds:
         return self.round_id
 
     def arrive(self, drafter: int, round_id: int) -> None:
+        """A drafter is at the meeting. Raises ProtocolError if it was not called or is there already."""
         if round_id != self.round_id or drafter not in self.called or drafter in self.arrived:
             raise ProtocolError(f"drafter-{drafter} was not called to a meeting of round {round_id}, or is there")
         self.arrived.add(drafter)

@@ -52,6 +52,7 @@ class Explored:
 
 
 def no_way_on(where: list[At], n_steps: int) -> str:
+    """For people: deadlock or livelock, and where each worker stands."""
     names = ", ".join(at.name.lower() for at in where)
     return f"{'livelock' if n_steps > MOST_STEPS else 'deadlock'} after {n_steps} steps, workers at {names}"
 
@@ -259,6 +260,7 @@ def replay(seed: int, index: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="simulate", description="Simulate the pipeline's core.")
     parser.add_argument("--schedules", type=int, default=100_000, help="distinct random schedules")
     parser.add_argument("--seed", type=int, default=0)

@@ -35,6 +35,7 @@ class SimTarget:
         self.index, self.at, self.row_id = index, At.LEASE, -1
 
     def step(self, world: World, _draw: float) -> int:
+        """One step of a target; what it did, or STUCK if it has to wait."""
         core = world.core
         if self.at is At.LEASE:
             answer = core.lease(self.index)
@@ -57,6 +58,7 @@ class SimTarget:
         return 0
 
     def report(self, world: World) -> None:
+        """Say once that no row is left to capture."""
         world.core.producer_done(self.index)
         self.at = At.OVER
 
@@ -75,6 +77,7 @@ class SimDrafter:
         self.meeting: Meeting | None = None
 
     def step(self, world: World, draw: float) -> int:
+        """One step of a drafter; what it did, or STUCK if it has to wait. `draw` in 0..1 decides what is open."""
         if self.at is At.WORK:
             return self.work(world, draw)
         if self.at is At.MEET:
@@ -99,6 +102,7 @@ class SimDrafter:
         )
 
     def work(self, world: World, draw: float) -> int:
+        """Train a row in hand, or ask for the next."""
         if self.hand and not self.asking and not (draw < 0.5 and self.can_choose(world)):
             row_id = self.hand.pop(0)
             world.core.trained(self.index, row_id)
@@ -124,6 +128,7 @@ class SimDrafter:
         return 0
 
     def meet(self, world: World) -> int:
+        """Wait at a meeting, lead it, or go on behind it."""
         core = world.core
         if core.failure:
             self.at = At.OVER

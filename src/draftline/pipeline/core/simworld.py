@@ -49,6 +49,7 @@ class Case:
     max_set_aside: int = 0
 
     def settings(self) -> CoreSettings:
+        """The core's settings of this case."""
         least = CoreSettings(self.n_targets, self.n_drafters, self.rows_per_drafter, self.prefetch_rows, 1)
         return CoreSettings(
             self.n_targets,
@@ -113,12 +114,14 @@ class World:
         return [code for code, worker in enumerate(self.workers) if worker.at is not At.OVER]
 
     def train(self, drafter: int, row_id: int) -> None:
+        """Put a row into a drafter's weights. Raises BrokenPromiseError if living weights hold it already."""
         bit = 1 << row_id
         if not self.core.failure and any(self.weights[d] & bit for d in self.live):
             raise BrokenPromiseError(f"row {row_id} is trained twice")
         self.weights[drafter] |= bit
 
     def average(self, meeting: Meeting) -> None:
+        """What the members' weights shall become: the rows of all of them."""
         union = 0
         for d in meeting.members:
             union |= self.weights[d]
@@ -126,12 +129,14 @@ class World:
             self.averages[d] = union
 
     def commit(self, drafter: int, meeting: Meeting) -> None:
+        """Commit a round. Raises BrokenPromiseError if it was called the last and rows are left."""
         result = self.core.commit(drafter, meeting.round_id, meeting.attempt)
         self.sealed = meeting.is_last if result else self.sealed
         if result and result.is_last and not self.core.stopping and not self._all_settled():
             raise BrokenPromiseError("a meeting was called the last one, but rows are left")
 
     def take_over(self, drafter: int) -> None:
+        """A drafter takes the average into its weights."""
         self.weights[drafter] = self.averages[drafter]
 
     def apply(self, fault: Fault, index: int) -> bool:
@@ -226,10 +231,12 @@ class World:
                 raise BrokenPromiseError(f"{what} is not what is committed: {self.committed:b}")
 
     def check_done(self) -> None:
+        """Raises BrokenPromiseError if a target was told DONE too early."""
         if not (self.stopped or self.core.failure or self._all_settled()):
             raise BrokenPromiseError("a target was told DONE with rows left")
 
     def check_row(self, item: RowItem[None]) -> None:
+        """Raises BrokenPromiseError if a round hands out too many rows or the clock is wrong."""
         ledger = self.core.ledger
         handed = ledger.states.count(IN_HAND) + ledger.states.count(TRAINED)
         if handed > self.case.rows_per_drafter * len(self.live):
@@ -243,6 +250,7 @@ class World:
             self.last_in_order = max(self.last_in_order, item.row_id)
 
     def check_stop(self, drafter: int, end: End) -> None:
+        """Raises BrokenPromiseError if a drafter was told the wrong end, or too early."""
         counts = self.core.ledger.counts
         if end is End.FAILED:
             if not self.core.failure:

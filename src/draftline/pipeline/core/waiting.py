@@ -16,6 +16,7 @@ class WaitingRows:
         self._next_row = 0  # ordered: the lowest row that was never handed out
 
     def add(self, row_id: int) -> None:
+        """A captured row begins to wait."""
         self.rows[row_id] = None
 
     def take(self, states: Sequence[RowState]) -> int | None:
@@ -28,6 +29,7 @@ class WaitingRows:
         return row_id
 
     def take_all(self) -> list[int]:
+        """Ids of all rows that wait, in order; none waits afterwards."""
         rows = list(self.rows)
         self.rows.clear()
         return rows

@@ -74,14 +74,17 @@ class StatesManifest(_Record):
 
     @property
     def n_samples(self) -> int:
+        """Samples of all shards."""
         return sum(len(shard.samples) for shard in self.shards)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of all shards."""
         return sum(shard.n_bytes for shard in self.shards)
 
 
 def model_name(model: str) -> str:
+    """The last part of a model's name or path: a folder may move."""
     return PurePath(model).name
 
 

@@ -60,10 +60,12 @@ class StatesReader:
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """Target layers whose states are stored."""
         return self.manifest.identity.taps
 
     @property
     def n_known(self) -> int:
+        """Samples of the data set whose states are here."""
         return int((self._shard_of >= 0).sum())
 
     def has(self, samples: Sequence[int]) -> bool:
@@ -71,6 +73,7 @@ class StatesReader:
         return bool((self._shard_of[list(samples)] >= 0).all())
 
     def missing(self, samples: Sequence[int]) -> list[int]:
+        """Those of the samples, by index, whose states are not here."""
         return [i for i in samples if self._shard_of[i] < 0]
 
     def read(self, sample: int, n_tokens: int) -> SampleStates:

@@ -41,6 +41,7 @@ class StoredTarget:
 
     @property
     def vocab_size(self) -> int:
+        """V, rows of the embedding."""
         return int(self.embedding.weight_VH.shape[0])
 
 
