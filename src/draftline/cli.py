@@ -57,6 +57,9 @@ def train(
     auto_split: Annotated[bool, typer.Option("--auto-split", help="Share the devices out as `plan` would.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; load no weights.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    profile: Annotated[
+        int | None, typer.Option("--profile", min=1, help="Write a torch profiler trace of so many rows per worker.")
+    ] = None,
 ) -> None:
     """Train a drafter: T targets feed D drafters through one queue."""
     from draftline.config.load import dump_config, load_config
@@ -83,7 +86,7 @@ def train(
         return
     from draftline.pipeline.coordinator import train as run_training
 
-    result = run_training(run_plan, resume=resume)
+    result = run_training(run_plan, resume=resume, profile_rows=profile)
     _print_lines(result.summary_lines())
 
 
@@ -112,8 +115,17 @@ def doctor(
 def watch(
     run: Annotated[Path, typer.Argument(help="Run folder, in progress or finished.")],
     once: Annotated[bool, typer.Option("--once", help="Print one status and end.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the run's spans for Perfetto (.json or .json.gz), and end.")
+    ] = None,
 ) -> None:
     """Show what each worker of a run does now, and what the run is limited by."""
+    if trace is not None:
+        from draftline.report.perfetto import write_trace
+
+        counts = write_trace(run, trace)
+        typer.echo(f"{trace}: {counts.spans} spans of {counts.sessions} session(s); open it at ui.perfetto.dev")
+        return
     from draftline.monitor.watch import watch_run
 
     watch_run(run, once=once)

@@ -31,6 +31,7 @@ from draftline.pipeline.budget import FailureBudget, is_sticky
 from draftline.pipeline.core import End, LedgerCounts, LedgerState, PipelineCore, drafter_worker
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.meeting import MeetingRoom, Seat, UnhurriedClock
+from draftline.pipeline.profiling import RunProfiler
 from draftline.pipeline.provenance import provenance
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.run_folder import RunFolder, check_run_folder, claim_run_folder, undone_if_refused
@@ -50,7 +51,7 @@ from draftline.pipeline.workers import (
     warm_drafters,
 )
 from draftline.records import HiddenStateRow
-from draftline.target.loop import Capture, TargetForwardLoop, map_tensors
+from draftline.target.loop import Capture, Clock, TargetForwardLoop, map_tensors
 from draftline.target.spread import first_device
 
 GRACE_S = 10.0  # for threads to end by themselves once the run has failed
@@ -88,12 +89,15 @@ class TrainResult:
         ]
 
 
-def train(plan: RunPlan, *, resume: bool = False, export_initial: Path | None = None) -> TrainResult:
+def train(
+    plan: RunPlan, *, resume: bool = False, export_initial: Path | None = None, profile_rows: int | None = None
+) -> TrainResult:
     """Runs a plan to its end.
 
     Args:
         resume: go on from the last whole checkpoint in the run's folder.
         export_initial: also export the drafter as it was before its first row (for comparisons).
+        profile_rows: write traces of so many rows of each worker into the run folder; see profiling.py.
 
     Raises:
         UserError: bad input, found before the first row.
@@ -106,7 +110,10 @@ def train(plan: RunPlan, *, resume: bool = False, export_initial: Path | None = 
         targets = load_targets(plan)
         claimed = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
         with closing(claimed) as folder, undone_if_refused(folder), RunReporter(plan, folder) as reporter:
-            coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter)
+            profiler = None
+            if profile_rows is not None:
+                profiler = RunProfiler(folder.path, profile_rows, say=reporter.say, flush=reporter.flush)
+            coordinator = PipelineCoordinator(plan, folder, targets, learning_rate, reporter, profiler=profiler)
             if export_initial is not None:
                 export_zlab(coordinator.drafters[0].module, export_initial, dtype="float32")
             return coordinator.run(signals)
@@ -122,6 +129,7 @@ class PipelineCoordinator:
         learning_rate: the checked schedule.
         reporter: where everything is counted and shown.
         core_class: another set of rules for the exchange; benchmarks compare with it.
+        profiler: of a run that is profiled.
     """
 
     def __init__(
@@ -132,8 +140,9 @@ class PipelineCoordinator:
         learning_rate: LearningRate,
         reporter: RunReporter,
         core_class: type[PipelineCore] = PipelineCore,
+        profiler: RunProfiler | None = None,
     ) -> None:
-        self._plan, self._folder, self._reporter = plan, folder, reporter
+        self._plan, self._folder, self._reporter, self._profiler = plan, folder, reporter, profiler
         self._traces = FailureTraces(folder.path)
         for line in folder.passed_over:
             reporter.say(f"checkpoint passed over: {line}")
@@ -189,7 +198,7 @@ class PipelineCoordinator:
             self.exchange,
             self._plan.dataset,
             capture,
-            self._reporter.clock(f"target-{number}"),
+            self._clock(f"target-{number}"),
             budget,
             device=first_device(pipeline.target_devices[number]),
             hold_on_host=pipeline.hold_on == "host",
@@ -198,7 +207,7 @@ class PipelineCoordinator:
     def _drafter_loop(
         self, number: int, worker: DrafterWorker, room: MeetingRoom, learning_rate: LearningRate
     ) -> DrafterTrainLoop:
-        clock = self._reporter.clock(f"drafter-{number}")
+        clock = self._clock(f"drafter-{number}")
         unhurried = UnhurriedClock(clock, lambda what: self.exchange.busy(drafter_worker(number), what))
         return DrafterTrainLoop(
             number,
@@ -215,6 +224,10 @@ class PipelineCoordinator:
             prefetch_rows=self._plan.config.pipeline.prefetch_rows,
         )
 
+    def _clock(self, worker: str) -> Clock:
+        clock = self._reporter.clock(worker)
+        return clock if self._profiler is None else self._profiler.clock(worker, clock)
+
     def run(self, signals: StopSignals) -> TrainResult:
         """Starts the threads, waits for the end, joins them, exports.
 
@@ -224,6 +237,8 @@ class PipelineCoordinator:
         threads = [self._thread(loop.name, loop.run) for loop in self._targets]
         threads += [self._thread(loop.name, loop.run) for loop in self._drafter_loops]
         started = time.monotonic()
+        if self._profiler is not None:
+            self._profiler.start()
         with signals.stopping_by(self._stop):
             for thread in threads:
                 thread.start()
@@ -231,6 +246,8 @@ class PipelineCoordinator:
             _join(threads, within_s=GRACE_S if end is End.FAILED else None)
         training_s = time.monotonic() - started
         self._stores.close()
+        if self._profiler is not None:
+            self._profiler.close()
         self._reporter.say(f"ledger: {self.exchange.stats().ledger}")
         if end is End.FAILED:
             failure = self.exchange.failure

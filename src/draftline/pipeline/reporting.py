@@ -65,6 +65,10 @@ class RunReporter:
         """The clock of a worker."""
         return self._monitor.metrics.worker(worker)
 
+    def flush(self) -> None:
+        """Writes out the spans so far."""
+        self._monitor.events.flush()
+
     def watch(self, exchange: RowExchange) -> None:
         """Reads the queue and the ledger from now on."""
         self._exchange = exchange
