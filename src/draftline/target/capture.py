@@ -49,9 +49,11 @@ class SampleLike(Protocol):
     @property
     def sample_id(self) -> str:
         """Its name, unique in the data set."""
+
     @property
     def input_ids(self) -> Any:
         """Token ids [T]."""
+
     @property
     def loss_mask(self) -> Any:
         """True where the target wrote the token, [T]."""

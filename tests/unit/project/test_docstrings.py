@@ -30,5 +30,6 @@ def test_every_public_name_has_a_docstring(path):
 
 
 def test_a_missing_docstring_is_found():
-    code = '"""A."""\nclass B:\n    """B."""\n    def c(self): ...\n    def _d(self): ...\ndef e():\n    """E."""\n    def f(): ...\n'
+    of_class = 'class B:\n    """B."""\n    def c(self): ...\n    def _d(self): ...\n'
+    code = f'"""A."""\n{of_class}def e():\n    """E."""\n    def f(): ...\n'
     assert list(undocumented(ast.parse(code), "a")) == ["a.B.c"]
