@@ -17,7 +17,16 @@ from typing import Any, cast, get_args
 
 from draftline.monitor.clock import WorkerClock
 from draftline.monitor.events import EventLog
-from draftline.monitor.status import Capacities, LedgerCounts, QueueGauge, Role, StatusSnapshot, Wait, WorkerStatus
+from draftline.monitor.status import (
+    Capacities,
+    GpuGauge,
+    LedgerCounts,
+    QueueGauge,
+    Role,
+    StatusSnapshot,
+    Wait,
+    WorkerStatus,
+)
 from draftline.monitor.verdict import bottleneck
 
 WINDOW_S = 60.0
@@ -109,6 +118,7 @@ class RunMetrics:
         self._workers: dict[str, WorkerClock] = {}
         self._queue: Callable[[], QueueGauge] | None = None
         self._ledger: Callable[[], LedgerCounts] | None = None
+        self._gpus: Callable[[], tuple[GpuGauge, ...]] | None = None
         self._loss, self._acceptance = _Ratio(), _Ratio()
         self._terms: dict[str, _Ratio] = {}
         self._supervised: deque[tuple[float, int]] = deque(maxlen=4096)
@@ -135,10 +145,12 @@ class RunMetrics:
         *,
         queue: Callable[[], QueueGauge] | None = None,
         ledger: Callable[[], LedgerCounts] | None = None,
+        gpus: Callable[[], tuple[GpuGauge, ...]] | None = None,
     ) -> None:
         """Gauges read at each snapshot, by the monitor thread."""
         with self._lock:
             self._queue, self._ledger = queue or self._queue, ledger or self._ledger
+            self._gpus = gpus or self._gpus
 
     def record_training(self, stats: TrainingStats) -> None:
         """Fold in the sums of finished rows. Non-finite sums are counted and left out."""
@@ -170,7 +182,7 @@ class RunMetrics:
         now = self._clock()
         with self._lock:
             clocks = list(self._workers.values())
-            read_queue, read_ledger = self._queue, self._ledger
+            read_queue, read_ledger, read_gpus = self._queue, self._ledger, self._gpus
         queue = read_queue() if read_queue else None
         ledger = read_ledger() if read_ledger else LedgerCounts()
         workers = tuple(c.status(now, self._window_s) for c in clocks)
@@ -187,6 +199,7 @@ class RunMetrics:
             tokens_per_s=tokens_per_s,
             capacities=capacities,
             workers=workers,
+            gpus=read_gpus() if read_gpus else (),
             verdict=bottleneck(capacities, workers, queue, stall_after_s=self._stall_after_s),
             **self._training(now),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from draftline.monitor.status import QueueGauge, StatusSnapshot, WorkerStatus
+from draftline.monitor.status import GpuGauge, QueueGauge, StatusSnapshot, WorkerStatus
 from draftline.monitor.verdict import rate
 
 SEPARATOR = " | "
@@ -39,6 +39,8 @@ def status_segments(snapshot: StatusSnapshot) -> list[str]:
         segments.append(queue_text(snapshot.queue))
     if snapshot.workers:
         segments.append("wait " + " ".join(f"{short_name(w)} {waiting_share(w):.0%}" for w in snapshot.workers))
+    if snapshot.gpus:
+        segments.append("gpu " + " ".join(_percent(gpu.busy_share) for gpu in snapshot.gpus))
     segments.append(f"left {duration(snapshot.time_left_s)}")
     return segments
 
@@ -67,7 +69,7 @@ def worker_lines(workers: Sequence[WorkerStatus], width: int) -> list[str]:
     """A table of what each worker does now and where its time went; two lines a worker when it is narrow."""
     lines = []
     for worker in workers:
-        now = _now(worker)
+        now = doing(worker)
         shares = " ".join(f"{name} {share:.0%}" for name, share in sorted(worker.shares.items(), key=_by_share))
         facts = f"{worker.rows} rows, {rate(worker.tokens_per_s)}"
         if width >= 100:
@@ -75,6 +77,11 @@ def worker_lines(workers: Sequence[WorkerStatus], width: int) -> list[str]:
         else:
             lines += [f"{worker.name}: {now}"[:width], f"  {facts}; {shares}"[:width]]
     return lines
+
+
+def gpu_lines(gpus: Sequence[GpuGauge]) -> list[str]:
+    """`cuda:0      97% busy, 61.2 GiB of 79.6 GiB used`."""
+    return [f"{gpu.device:<11} {_percent(gpu.busy_share, '?%')} busy, {_memory(gpu)}" for gpu in gpus]
 
 
 def short_name(worker: WorkerStatus) -> str:
@@ -145,7 +152,18 @@ def flow(segments: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _now(worker: WorkerStatus) -> str:
+def _percent(share: float | None, unknown: str = "?") -> str:
+    return unknown if share is None else f"{share:.0%}"
+
+
+def _memory(gpu: GpuGauge) -> str:
+    if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
+        return "memory unknown"
+    return f"{size(gpu.memory_used_bytes)} of {size(gpu.memory_total_bytes)} used"
+
+
+def doing(worker: WorkerStatus) -> str:
+    """`working row 7 (3s)`, `waiting for a row (12s)`, `failed: out of memory`."""
     if worker.state != "running":
         return f"{worker.state}{': ' + worker.reason if worker.reason else ''}"
     if worker.activity is None:

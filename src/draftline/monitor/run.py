@@ -186,11 +186,15 @@ def tracked_numbers(snapshot: StatusSnapshot) -> dict[str, float]:
         "validation/loss": snapshot.validation_loss,
         "capacity/targets_tokens_per_s": snapshot.capacities.target_tokens_per_s,
         "capacity/drafters_tokens_per_s": snapshot.capacities.drafter_tokens_per_s,
+        "capacity/data_tokens_per_s": snapshot.capacities.data_tokens_per_s,
         "queue/rows": snapshot.queue.rows if snapshot.queue else None,
         "queue/bytes": snapshot.queue.bytes if snapshot.queue else None,
     }
     numbers.update(snapshot_lengths(snapshot).curves())
     numbers.update({f"train/{name}": value for name, value in snapshot.terms.items()})
+    for gpu in snapshot.gpus:
+        name = f"gpu/{gpu.device.replace(':', '_')}"
+        numbers.update({f"{name}/busy_share": gpu.busy_share, f"{name}/memory_bytes": gpu.memory_used_bytes})
     numbers.update({f"waiting/{w.name}": w.shares.get("waiting", 0.0) for w in snapshot.workers})
     return {name: float(value) for name, value in numbers.items() if value is not None}
 

@@ -120,6 +120,15 @@ class QueueGauge(Record):
     max_bytes: int | None = None
 
 
+class GpuGauge(Record):
+    """A GPU of the run, by torch's name. `busy_share` of the last moment, 0 to 1; None: cannot be told."""
+
+    device: str
+    busy_share: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
 class LedgerCounts(Record):
     """Rows of the plan. `trained` are done but not yet committed."""
 
@@ -167,6 +176,7 @@ class StatusSnapshot(Record):
     nonfinite_updates: int = 0
     capacities: Capacities
     workers: tuple[WorkerStatus, ...] = ()
+    gpus: tuple[GpuGauge, ...] = ()
     verdict: Verdict
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from draftline.errors import UserError
 from draftline.monitor.console import is_live, make_console, plain
-from draftline.monitor.render import duration, flow, printable, status_segments, worker_lines, wrap
+from draftline.monitor.render import duration, flow, gpu_lines, printable, status_segments, worker_lines, wrap
 from draftline.monitor.run import STATUS_FILE
 from draftline.monitor.status import SCHEMA_VERSION, ProcessInfo, StatusFile, StatusSnapshot
 
@@ -133,6 +133,7 @@ def render_status(status: RunStatus, width: int) -> str:
         *wrap(head, width),
         *flow(status_segments(snapshot), width),
         *worker_lines(snapshot.workers, width),
+        *(line[:width] for line in gpu_lines(snapshot.gpus)),
         *verdict,
     ]
     return "\n".join(lines)

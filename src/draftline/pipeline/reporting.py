@@ -6,10 +6,13 @@ import threading
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from draftline.drafter.loop import TrainedRow
 from draftline.errors import RunFailedError
 from draftline.monitor.clock import WorkerClock
 from draftline.monitor.console import make_console, plain
+from draftline.monitor.gpus import GpuReader
 from draftline.monitor.metrics import TrainingStats, ValidationLengths
 from draftline.monitor.run import RunMonitor
 from draftline.monitor.status import LedgerCounts, QueueGauge
@@ -18,6 +21,7 @@ from draftline.pipeline.run_folder import RunFolder
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.threads import RowExchange
 from draftline.pipeline.validation import ValidationScores
+from draftline.target.spread import device_parts
 
 
 class RunReporter:
@@ -35,6 +39,7 @@ class RunReporter:
         self._plan = plan
         self._console = make_console()
         self._monitor = RunMonitor(folder.path, plan.config.monitor, console=self._console)
+        self._monitor.metrics.watch(gpus=GpuReader(_gpu_uuids(plan)).read)
         self._lock = threading.Lock()
         self._rows = [0] * plan.num_drafters
         self._recall = RecentRecall()
@@ -157,3 +162,11 @@ class RunReporter:
     def ended(self, worker: str, error: BaseException | None) -> None:
         """A worker thread is over."""
         self.clock(worker).end(None if error is None else f"{type(error).__name__}: {error}")
+
+
+def _gpu_uuids(plan: RunPlan) -> dict[str, str]:
+    """The CUDA devices of the run, in order, with their UUIDs."""
+    pipeline = plan.config.pipeline
+    parts = [part for place in (*pipeline.target_devices, *pipeline.drafter_devices) for part in device_parts(place)]
+    names = sorted({name for name in parts if name.startswith("cuda")}, key=lambda name: int(name.partition(":")[2]))
+    return {name: str(torch.cuda.get_device_properties(name).uuid) for name in names}
