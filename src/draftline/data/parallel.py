@@ -70,13 +70,18 @@ class _Crew:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[_Process] = []
-        for i in range(n_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(spec, theirs), name=f"prepare-{i}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        # Inherited: Ctrl-C, which all processes of a terminal get, reaches the main process alone.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for i in range(n_workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(spec, theirs), name=f"prepare-{i}", daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def results(self, chunks: Iterable[Chunk]) -> Iterator[ChunkResult]:
         """Results in the order of the chunks."""
@@ -137,7 +142,6 @@ class _Crew:
 
 def _serve(spec: WorkSpec, pipe: Connection) -> None:
     """A process's whole life: results for chunks until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted too, and ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are processes for that
     chunks: queue.Queue[Chunk | None] = queue.Queue()
     threading.Thread(target=_take_chunks, args=(pipe, chunks), daemon=True).start()
