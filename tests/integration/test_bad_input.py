@@ -92,7 +92,7 @@ def test_validation_data_must_not_hold_the_mask_token_nor_overlong_samples(
     for name, ids in {"mask": [7, 500, 7], "long": [7] * 65}.items():
         with ShardWriter(tmp_path / name) as writer:
             writer.add("a", ids, [False] + [True] * (len(ids) - 1))
-            writer.finish(DatasetFacts(tokenizer_fingerprint="t", template_hash="t", vocab_size=400, max_tokens=64))
+            writer.finish(DatasetFacts(tokenizer_fingerprint="t", template_hash="t", vocab_size=512, max_tokens=64))
     config, _ = training
     assert "500 is a token that text uses" in refused("train", "-c", config, f"data.validation_path={tmp_path}/mask")
     assert "more than data.row_tokens" in refused("train", "-c", config, f"data.validation_path={tmp_path}/long")
