@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 KILLS ?= 200
 CHAOS_JOBS ?= 1
 
-.PHONY: demo test lint interop format simulate chaos clean
+.PHONY: demo test lint interop format simulate chaos docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -33,6 +33,10 @@ $(VENV)/.model: $(VENV)/.base
 $(VENV)/.interop: $(VENV)/.model
 	$(PIP) '.[interop]' && $(PIP) -e .
 	$(PIP) --no-deps speculators==0.9.0 hs-connectors
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e '.[docs]'
 	touch $@
 
 demo: $(VENV)/.model
@@ -63,5 +67,11 @@ chaos: $(VENV)/.base
 	$(BIN)/python scripts/chaos.py --kills $(KILLS) --seed $(SEED) --jobs $(CHAOS_JOBS) --work build/chaos \
 		--output benchmarks/results/chaos.json
 
+# The documentation site, into site/; a warning is an error. The theme's word about its own future is not one.
+docs: $(VENV)/.docs
+	$(BIN)/python scripts/make_config_reference.py --check
+	$(BIN)/python scripts/make_cli_reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist site src/*.egg-info

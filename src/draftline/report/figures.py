@@ -22,7 +22,8 @@ _LENGTH = Axis("tokens per target forward")
 
 def run_charts(run: RunSource) -> list[Chart]:
     """The charts of one run, in reading order; what has no figures is left out."""
-    found = [*curve_charts(run.metrics), timeline_chart(run.timeline), budget_chart(run.metrics, run.evaluations)]
+    decoded = [budget_chart(run.metrics, run.evaluations), position_chart(run.evaluations)]
+    found = [*curve_charts(run.metrics), timeline_chart(run.timeline), *decoded]
     return [chart for chart in found if chart is not None]
 
 
@@ -174,6 +175,22 @@ def budget_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Chart |
     series = {name: sorted(points) for name, points in series.items()}
     axes = Axis("drafts in a tree", {"type": "log"}), _LENGTH
     return xy_chart("budget", "Acceptance length by budget", series, axes)
+
+
+def position_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
+    """Share of rounds whose draft of a position was accepted, by real decoding."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for evaluation in evaluations:
+        for result in evaluation.results:
+            drafted, accepted = result.get("drafted_by_position") or [], result.get("accepted_by_position") or []
+            if result["prompt_set"] != "all" or result["drafter"] is None or len(drafted) != len(accepted):
+                continue
+            counts = enumerate(zip(accepted, drafted, strict=True), start=1)
+            points = [(float(slot), kept / tried) for slot, (kept, tried) in counts if tried]
+            series[f"{evaluation.name}: {result['drafter']} {result['method']}"] = points
+    axes = Axis("position in the block (depth of a tree)", {"dtick": 1}), Axis("share accepted", {"range": [0, 1]})
+    note = "Of the rounds that drafted this position; a position counts only if all before it were accepted."
+    return xy_chart("positions", "Accepted by position, decoded", series, axes, note)
 
 
 def _labels(timeline: Timeline) -> list[str]:

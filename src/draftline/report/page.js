@@ -7,6 +7,7 @@
     light: ["#0072b2", "#d55e00", "#009e73", "#a8458a", "#b07800", "#2a8fd0", "#666666", "#7a4fbf", "#8c510a", "#c0392b"],
     dark: ["#5cb3f0", "#ff8f4d", "#3fd0a0", "#e79bce", "#f2c14e", "#9bd8ff", "#b5b5b5", "#bfa3ff", "#d8a878", "#ff8a80"],
   };
+  const PAPER_PX = 680;
   let chosen = null;
 
   function theme() { return chosen || (dark.matches ? "dark" : "light"); }
@@ -45,9 +46,11 @@
     });
   }
 
-  function draw(chart) {
+  function draw(chart, width) {
     const place = document.getElementById("chart-" + chart.key);
-    Plotly.react(place, tracesOf(chart), layoutOf(chart), {
+    const layout = layoutOf(chart);
+    if (width) Object.assign(layout, { width: width, autosize: false });
+    Plotly.react(place, tracesOf(chart), layout, {
       responsive: true, displayModeBar: false,
     });
     place.dataset.drawn = "yes";
@@ -56,7 +59,7 @@
   function redraw() {
     root.dataset.theme = theme();
     for (const chart of charts) {
-      if (document.getElementById("chart-" + chart.key).dataset.drawn) draw(chart);
+      if (document.getElementById("chart-" + chart.key).dataset.drawn) draw(chart, 0);
     }
   }
 
@@ -71,14 +74,23 @@
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       near.unobserve(entry.target);
-      draw(charts.find(function (chart) { return "chart-" + chart.key === entry.target.id; }));
+      draw(charts.find(function (chart) { return "chart-" + chart.key === entry.target.id; }), 0);
     }
   }, { rootMargin: "800px" });
   for (const chart of charts) near.observe(document.getElementById("chart-" + chart.key));
+  // On paper: light, as wide as a page, with the figures of each chart unfolded.
+  let before = null;
   window.addEventListener("beforeprint", function () {
-    root.dataset.theme = "light";
+    before = { chosen: chosen, closed: document.querySelectorAll("details:not([open])") };
     chosen = "light";
-    charts.forEach(draw);
-    document.querySelectorAll("details").forEach(function (d) { d.open = true; });
+    root.dataset.theme = "light";
+    before.closed.forEach(function (d) { d.open = true; });
+    charts.forEach(function (chart) { draw(chart, PAPER_PX); });
+  });
+  window.addEventListener("afterprint", function () {
+    if (!before) return;
+    before.closed.forEach(function (d) { d.open = false; });
+    chosen = before.chosen;
+    redraw();
   });
 })();

@@ -58,10 +58,15 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> Iterator[Table]:
     """One table an evaluation: every method on every prompt set, and its comparisons."""
     for evaluation in evaluations:
         rows = tuple(_method_row(result) for result in evaluation.results)
-        header = ("prompts", "method", "drafter", "n", "tau", "95 % interval", "tokens/s", "speed-up", "as the target")
+        header: tuple[str, ...] = ("prompts", "method", "drafter", "n", "tau", "95 % interval")
+        header += ("tokens/s", "speed-up", "as the target")
         warnings = evaluation.content.get("warnings") or []
         note = " ".join([str(evaluation.content.get("definition", "")) + ".", *map(str, warnings)])
         yield Table(f"Evaluation: {evaluation.name}", header, rows, note)
+        groups = tuple(_group_rows(evaluation))
+        if groups:
+            header = ("prompts", "drafter", "method", "n", "tau", "95 % interval")
+            yield Table(f"Groups of prompts: {evaluation.name}", header, groups)
         compared = tuple(
             tuple(str(c.get(key, "-")) for key in ("method", "a", "b", "n_prompts", "verdict"))
             for c in evaluation.content.get("comparisons") or []
@@ -69,6 +74,15 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> Iterator[Table]:
         )
         if compared:
             yield Table(f"Comparisons: {evaluation.name}", ("method", "A", "B", "prompts", "verdict"), compared)
+
+
+def _group_rows(evaluation: Evaluation) -> Iterator[tuple[str, ...]]:
+    for result in evaluation.results:
+        for group in result.get("groups") or []:
+            if result["prompt_set"] == "all" and result["drafter"] is not None and isinstance(group, dict):
+                tau, spread = figure(group.get("acceptance_length")), _interval(group.get("interval"))
+                who = (str(result["drafter"]), str(result["method"]), str(group.get("n_prompts")))
+                yield f"{group.get('kind')}: {group.get('name')}", *who, tau, spread
 
 
 def _method_row(result: dict[str, Any]) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ LAYERS = {
     "decode": {"config", "target", "drafter"},
     "export": {"config", "drafter", "target"},
     "monitor": {"config"},
+    "report": {"config", "data", "monitor"},
 }
 
 

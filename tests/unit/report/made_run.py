@@ -98,6 +98,8 @@ def write_events(path: Path, rows: int) -> None:
 def evaluation(path: Path) -> Path:
     """A report of `draftline eval --output`."""
     common = {"prompt_set": "all", "n_prompts": 5, "tokens_per_s": 10.0, "speedup": 1.2, "equality": {"equal": 5}}
+    groups = [{"kind": "category", "name": "maths", "n_prompts": 3, "acceptance_length": 1.125, "interval": None}]
+    common |= {"groups": groups, "drafted_by_position": [8, 8, 0], "accepted_by_position": [6, 2, 0]}
     results = [
         {**common, "method": m, "drafter": d, "acceptance_length": tau, "interval": [tau - 0.1, tau + 0.1]}
         for m, d, tau in (("plain", None, 1.0), ("chain", "new", 1.75), ("tree@64", "new", 2.25))

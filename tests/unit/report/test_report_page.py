@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from made_run import evaluation, make_run
 
 from draftline.report.command import write_report
@@ -108,6 +103,15 @@ def test_acceptance_by_budget_holds_validation_and_decoding(page):
         "validation, at anchors": ([16.0, 64.0], [1.9, 2.2]),
         "evaluation: new, decoded": ([64.0], [2.25]),
     }
+
+
+def test_acceptance_by_position_and_by_category_is_that_of_decoding(page):
+    chart = next(c for c in page.charts if c["key"] == "positions")
+    found = {trace["name"]: (trace["x"], trace["y"]) for trace in chart["traces"]}
+    assert found["evaluation: new chain"] == ([1.0, 2.0], [0.75, 0.25])
+    assert "evaluation: None plain" not in found
+    at = page.words.index("category: maths")
+    assert page.words[at + 1 : at + 6] == ["new", "chain", "3", "1.125", "-"]
 
 
 def test_a_run_of_a_hundred_thousand_rows_stays_small(tmp_path):
