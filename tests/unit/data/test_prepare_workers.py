@@ -79,8 +79,11 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_nothing(
 
 ENDLESS = """
 import sys, time
+sys.path.insert(0, "HERE")
+import data_kit as kit
 from draftline import cli
 from draftline.data import prepare
+from draftline.data.template import ChatTemplate
 
 def rows(source):
     for i in range(20):
@@ -90,17 +93,18 @@ def rows(source):
 
 if __name__ == "__main__":
     prepare.raw_rows, prepare.CHUNK_ROWS = rows, 5
+    prepare.load_template = lambda config: ChatTemplate(kit.tokenizer_with(kit.CHATML))
     cli.main()
-"""
+""".replace("HERE", str(Path(kit.__file__).parent))
 
 
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1")])
 def test_a_stopped_run_leaves_nothing_and_no_process_and_a_second_one_is_refused_meanwhile(
-    tmp_path: Path, target: TargetConfig, number: signal.Signals, code: int, workers: str
+    tmp_path: Path, number: signal.Signals, code: int, workers: str
 ) -> None:
     script, output = tmp_path / "run.py", tmp_path / "out"
     script.write_text(ENDLESS)
-    command = [sys.executable, str(script), "prepare", "in", "-o", str(output), "--target", target.model]
+    command = [sys.executable, str(script), "prepare", "in", "-o", str(output), "--target", "tiny"]
     process = subprocess.Popen(
         [*command, "--workers", workers],
         stdout=subprocess.PIPE,
