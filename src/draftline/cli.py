@@ -104,11 +104,16 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="Target to check against.")] = None,
     data: Annotated[Path | None, typer.Option(help="Prepared folder to check.")] = None,
     devices: Annotated[str, typer.Option(help="Comma-separated devices to check.")] = "auto",
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file of a run: would it fit into memory now?")
+    ] = None,
+    preview: Annotated[int, typer.Option(min=0, help="With data and target: samples shown with their mask.")] = 1,
 ) -> None:
     """Check this machine, its devices, the data and a run folder, and say how to mend what is wrong."""
     from draftline.doctor import doctor_command
 
-    raise typer.Exit(doctor_command(target=target, data=data, devices=devices.split(","), run=run))
+    code = doctor_command(target=target, data=data, devices=devices.split(","), run=run, config=config, samples=preview)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -118,6 +123,13 @@ def watch(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the run's spans for Perfetto (.json or .json.gz), and end.")
     ] = None,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a page that follows the run; needs the extra `web`.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="With --web: address to listen on; others than this need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --web: port; 0 takes any free one.")] = 8765,
 ) -> None:
     """Show what each worker of a run does now, and what the run is limited by."""
     if trace is not None:
@@ -125,6 +137,11 @@ def watch(
 
         counts = write_trace(run, trace)
         typer.echo(f"{trace}: {counts.spans} spans of {counts.sessions} session(s); open it at ui.perfetto.dev")
+        return
+    if web:
+        from draftline.live.server import serve
+
+        serve(run, host=host, port=port, say=typer.echo)
         return
     from draftline.monitor.watch import watch_run
 

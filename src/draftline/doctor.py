@@ -34,12 +34,13 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DoctorContext:
-    """What is to be checked. `target`, `data` and `run` may be left out."""
+    """What is to be checked. `target`, `data`, `run` and `config` (YAML file of a run to come) may be left out."""
 
     target: TargetConfig | None = None
     data: Path | None = None
     devices: tuple[str, ...] = ("auto",)
     run: Path | None = None
+    config: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ Check = Callable[[DoctorContext], Iterable[Finding]]
 def run_doctor(context: DoctorContext, checks: Sequence[tuple[str, Check]] | None = None) -> list[Finding]:
     """All findings of all checks, in order. A UserError in a check is a failed finding, not an end."""
     findings: list[Finding] = []
-    for name, check in CHECKS if checks is None else checks:
+    for name, check in all_checks() if checks is None else checks:
         try:
             findings += check(context)
         except UserError as error:
@@ -94,12 +95,38 @@ def plain_lines(findings: Sequence[Finding]) -> list[str]:
     return [*lines, f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed"]
 
 
-def doctor_command(*, target: str | None, data: Path | None, devices: Sequence[str], run: Path | None = None) -> int:
-    """Check, print, and give the process's exit code."""
-    config = None if target is None else TargetConfig(model=target)
-    findings = run_doctor(DoctorContext(config, data, tuple(devices), run))
+def doctor_command(
+    *,
+    target: str | None,
+    data: Path | None,
+    devices: Sequence[str],
+    run: Path | None = None,
+    config: Path | None = None,
+    samples: int = 1,
+) -> int:
+    """Check, print, and give the process's exit code.
+
+    Args:
+        samples: how many samples of the data are shown with their loss mask, where data and target are named and sound.
+    """
+    described = None if target is None else TargetConfig(model=target)
+    findings = run_doctor(DoctorContext(described, data, tuple(devices), run, config))
     render(findings)
-    return exit_code(findings)
+    code = exit_code(findings)
+    if described is not None and data is not None and samples and not code:
+        from draftline.data.preview import preview
+        from draftline.target.load import load_tokenizer
+
+        preview(data, load_tokenizer(described), n_samples=samples)
+    return code
+
+
+def all_checks() -> tuple[tuple[str, Check], ...]:
+    """The checks of this module, and those that lean on other rooms."""
+    from draftline import doctor_checks as more
+
+    further = (("template", more.check_template), ("peers", more.check_peers), ("plan", more.check_plan))
+    return (*CHECKS, *further, ("serving", more.check_serving))
 
 
 def check_environment(context: DoctorContext) -> Iterator[Finding]:

@@ -1,0 +1,150 @@
+"""The live page in a real browser: it follows a run without reload, light and dark, wide and narrow.
+
+Pictures of it are left in the folder that DRAFTLINE_SCREENSHOTS names, for a careful eye.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
+from rich.text import Text
+
+from draftline.config.schema import MonitorConfig
+from draftline.live.server import make_app, open_socket
+from draftline.monitor.metrics import TrainingStats
+from draftline.monitor.run import RunMonitor
+from draftline.monitor.status import LedgerCounts, QueueGauge
+from draftline.monitor.watch import read_status, render_status
+
+sync_api = pytest.importorskip("playwright.sync_api")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+COLOURS = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(230, 230, 230)", "rgb(20, 23, 28)"]}
+BODY = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunMonitor]:
+    """A run in progress that has trained a row."""
+    (tmp_path / "run").mkdir()
+    with RunMonitor(tmp_path / "run", MonitorConfig(status_every_s=0.2), show=False) as monitor:
+        train(monitor, 1)
+        yield monitor
+
+
+def train(monitor: RunMonitor, rows: int) -> None:
+    for name in ("target-0", "drafter-0"):
+        clock = monitor.metrics.worker(name)
+        with clock.span("waiting", "a row" if name == "drafter-0" else "a free slot"):
+            pass
+        with clock.span("working", f"row {rows}"):
+            clock.done(rows=1, tokens=1000)
+    monitor.metrics.watch(
+        ledger=lambda: LedgerCounts(planned=100, committed=rows), queue=lambda: QueueGauge(rows=2, bytes=5 << 20)
+    )
+    monitor.metrics.record_training(TrainingStats(1, 1000, 500, 8.0 / rows, 1.0, {"ce": (8.0 / rows, 1.0)}, 1.0, 1.0))
+
+
+@pytest.fixture
+def address(run: RunMonitor, tmp_path: Path) -> Iterator[str]:
+    import uvicorn
+
+    with open_socket("127.0.0.1", 0) as listener:
+        app = make_app(tmp_path / "run")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    if not BROWSER:
+        pytest.skip("no Chromium here")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def shot(page: Any, name: str) -> None:
+    folder = os.environ.get("DRAFTLINE_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=str(Path(folder) / f"live-{name}.png"), full_page=True)
+
+
+def test_the_page_follows_a_run_without_reload(run: RunMonitor, address: str, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(address)
+    page.evaluate("window.same = true")
+    page.get_by_text("1 of 100").wait_for()
+    page.locator("#chart-loss .main-svg").first.wait_for()
+    train(run, 2)
+    page.get_by_text("2 of 100").wait_for(timeout=15_000)
+    assert page.evaluate("window.same") is True
+    assert "drafter-0" in page.inner_text("#workers") and page.is_hidden("#gpus-part")
+    run.end("closed")
+    run.close()
+    page.get_by_text("finished at").wait_for(timeout=15_000)
+    assert errors == []
+
+
+def test_it_reads_well_light_and_dark_wide_and_narrow(run: RunMonitor, address: str, browser: Any) -> None:
+    for rows in range(2, 8):
+        train(run, rows)
+    run.log(3, {"train/loss": 4.0, "queue/bytes": 5e6, "waiting/drafter-0": 0.2, "gpu/cuda_0/busy_share": 0.9})
+    for scheme, width in LOOKS:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = context.new_page()
+        page.goto(address)
+        page.locator("#chart-timeline .main-svg").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(BODY) == COLOURS[scheme]
+        for axis, words in (("x", "rows trained"), ("y", "loss")):
+            assert page.locator(f"#chart-loss .{axis}title").first.text_content() == words
+        shot(page, f"{scheme}-{width}")
+        context.close()
+
+
+def test_a_server_that_is_gone_is_told(run: RunMonitor, address: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    page.get_by_text("1 of 100").wait_for()
+    page.route("**/api/*", lambda route: route.abort())
+    page.get_by_text("No news from draftline watch since").wait_for(timeout=15_000)
+    page.unroute("**/api/*")
+    page.locator("#lost").wait_for(state="hidden", timeout=25_000)
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+@pytest.mark.parametrize(("scheme", "theme"), [("light", DEFAULT_TERMINAL_THEME), ("dark", DIMMED_MONOKAI)])
+def test_the_terminal_shows_every_word_inside_its_window(
+    run: RunMonitor, tmp_path: Path, browser: Any, columns: int, scheme: str, theme: Any
+) -> None:
+    run.close()
+    console = Console(record=True, width=columns, force_terminal=True, file=io.StringIO())
+    console.print(Text(render_status(read_status(tmp_path / "run"), columns)))
+    page = browser.new_page(viewport={"width": 1500, "height": 500})
+    page.set_content(console.export_svg(title="draftline watch", theme=theme), wait_until="domcontentloaded")
+    outside = page.evaluate(
+        "() => { const box = document.querySelector('svg').getBoundingClientRect();"
+        " const right = t => t.getBoundingClientRect().right;"
+        " return [...document.querySelectorAll('text')].filter(t => right(t) > box.right).length }"
+    )
+    assert outside == 0
+    assert "drafter-0" in (page.text_content("svg") or "")
+    shot(page, f"terminal-{scheme}-{columns}")
