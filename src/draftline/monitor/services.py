@@ -80,7 +80,7 @@ class TrackioTracker:
         import trackio
 
         name = f"{run_name(run_dir)}-{tracker_id(run_dir)}"
-        options = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         # It prints; results alone go to standard output. In a context of its own, or it would end the run once more.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = copy_context().run(trackio.init, project=project, name=name, **options)

@@ -159,5 +159,9 @@ def _service(name: str, run_dir: Path, project: str) -> Tracker:
     from draftline.monitor import services
     from draftline.monitor.background import BackgroundTracker
 
-    kinds = {"wandb": services.WandbTracker, "trackio": services.TrackioTracker, "mlflow": services.MlflowTracker}
+    kinds: dict[str, Callable[[Path, str], Tracker]] = {
+        "wandb": services.WandbTracker,
+        "trackio": services.TrackioTracker,
+        "mlflow": services.MlflowTracker,
+    }
     return BackgroundTracker(kinds[name](run_dir, project))
