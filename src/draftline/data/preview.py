@@ -1,4 +1,4 @@
-"""A few samples of a prepared folder as text; what is supervised is coloured, or in brackets where there is no colour."""
+"""A few samples of a prepared folder as text; what is supervised is coloured, or in brackets without colours."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _refusals():
-            rendered, _ = render_jinja_template(
+            result: Any = render_jinja_template(  # (texts, masks); transformers annotates it as a text
                 conversations=[list(messages)],
-                tools=list(tools) if tools else None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=self._template_with_tools if tools else self._template,
                 add_generation_prompt=ask,
                 **self._render_kwargs,
             )
-        return str(rendered[0])
+        return str(result[0][0])
 
     def generation_mask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[bool]:
         """The mask that `{% generation %}` tags give, one entry a token of the rendered text."""

@@ -227,13 +227,17 @@ def visible_stretches(
     first_A = _first_tokens(document_ids_T, document_A)
     own_low_B, own_high_B = (bound.clamp(0, block_size) for bound in rule.block_bounds(slots_B))
     own_A1 = (n_context + block_size * torch.arange(n_blocks, device=anchors_A.device))[:, None]
-    bounds = (
-        torch.maximum(low_AB, first_A[:, None]),
-        torch.where((document_A < 0)[:, None], 0, high_AB),
-        own_A1 + own_low_B,
-        own_A1 + own_high_B,
+    return VisibleStretches(
+        low_Q=_flat(torch.maximum(low_AB, first_A[:, None])),
+        high_Q=_flat(torch.where((document_A < 0)[:, None], 0, high_AB)),
+        own_low_Q=_flat(own_A1 + own_low_B),
+        own_high_Q=_flat(own_A1 + own_high_B),
+        n_keys=n_context + n_blocks * block_size,
     )
-    return VisibleStretches(*(bound.flatten().int() for bound in bounds), n_keys=n_context + n_blocks * block_size)
+
+
+def _flat(bound_AB: torch.Tensor) -> torch.Tensor:
+    return bound_AB.flatten().int()
 
 
 def _first_tokens(document_ids_T: torch.Tensor, document_A: torch.Tensor) -> torch.Tensor:

@@ -37,14 +37,14 @@ def product(a8_MK: Tensor, b8_NK: Tensor, scale_M1: Tensor, scale_N1: Tensor, dt
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
         x8, x_scale = quantize_rows(x_MK)
         w8, w_scale = quantize_rows(weight_NK)
         return product(x8, w8, x_scale, w_scale, x_MK.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient_MN: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_MN: Tensor) -> tuple[Tensor, Tensor]:
         x_MK, weight_NK = ctx.saved_tensors
         g8, g_scale = quantize_rows(gradient_MN)
         columns8_KN, column_scale = quantize_rows(weight_NK.t())
@@ -53,5 +53,5 @@ class _Fp8Linear(torch.autograd.Function):
 
 def linear_fp8(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """x W^T [M, N] in fp8, differentiable. Sizes must be multiples of 16."""
-    output: Tensor = _Fp8Linear.apply(x_MK, weight_NK)  # type: ignore[no-untyped-call]
+    output: Tensor = _Fp8Linear.apply(x_MK, weight_NK)
     return output
