@@ -64,9 +64,9 @@ def _trained_a_little(target: LoadedTarget, spec: Any, prompts: Sequence[Sequenc
         text, taps_TF = texts[step % len(texts)], taps[step % len(texts)]
         start = len(prompts[0]) + step % 12
         block = torch.tensor([text[start], *[spec.mask_token_id] * (spec.block_size - 1)])
-        hidden_BH = _block_with_gradient(drafter, bound._embed(block), taps_TF[:start], start)
+        hidden_BH = _block_with_gradient(drafter, bound.embed(block), taps_TF[:start], start)
         labels = torch.tensor(text[start + 1 : start + spec.block_size])
-        loss = torch.nn.functional.cross_entropy(bound._head(hidden_BH[1:]), labels)
+        loss = torch.nn.functional.cross_entropy(bound.head(hidden_BH[1:]), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
