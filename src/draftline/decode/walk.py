@@ -101,19 +101,21 @@ class WalkSums:
 
 
 def walk_answers(step: DrafterStep, row: HiddenStateRow, answers: Iterable[Answer]) -> WalkSums:
-    """Walks answers of one row.
+    """Walks answers of one row and sums them up.
 
     Args:
         step: drafts the blocks; the trees walked beside the chain are its `trees`.
         row: on the drafter's device.
         answers: some of `answers_of(row, ...)`.
     """
+    return sum(walk_each(step, row, answers), WalkSums.zeros(_n_methods(step)))
+
+
+def walk_each(step: DrafterStep, row: HiddenStateRow, answers: Iterable[Answer]) -> list[WalkSums]:
+    """As `walk_answers`, with the sums of each answer by itself, in their order."""
     answers = list(answers)
     accepted = _accepted_at(step, row, [p for answer in answers for p in _whole_places(step, answer)], answers)
-    total = WalkSums.zeros(_n_methods(step))
-    for answer in answers:
-        total = total + _walk(step, row, answer, accepted)
-    return total
+    return [_walk(step, row, answer, accepted) for answer in answers]
 
 
 def _n_methods(step: DrafterStep) -> int:
