@@ -1,0 +1,229 @@
+"""Acceptance of a drafter: walked along the target's kept answers, and decoded for real from its export."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from settings import Settings
+from training import Weights, compute_dtype, make_module, synchronize
+
+from draftline.config.drafter_spec import DrafterSpec
+from draftline.config.schema import ObjectiveConfig, ValidationConfig
+from draftline.data.shards import Sample
+from draftline.decode.batch import BatchedTarget, RowSession, decode_together
+from draftline.decode.budget import FixedBudget
+from draftline.decode.chain import BoundDrafter, ChainSource
+from draftline.decode.generation import Generation
+from draftline.decode.linear import linear_steps
+from draftline.decode.lookup import LookupSource, NgramIndex
+from draftline.decode.steps import Steps, Task
+from draftline.decode.tree_generate import tree_steps
+from draftline.decode.walk import WalkSums, answers_of, walk_each
+from draftline.drafter.compile_cache import process_cache
+from draftline.drafter.metrics import StepStats
+from draftline.drafter.model import Drafter
+from draftline.drafter.step import DrafterStep
+from draftline.evaluate.stats import PromptCounts, interval, pooled
+from draftline.export.zlab import export_zlab, load_export
+from draftline.pipeline.validation import tree_metric
+from draftline.pipeline.workers import borrow
+from draftline.records import HiddenStateRow
+from draftline.target.load import LoadedTarget
+
+LOOKUP_BLOCK, LOOKUP_NGRAM = 16, 3
+# Rows of trees verified together times their nodes: bounds the memory of the logits.
+_NODES_AT_ONCE = 16_384
+Figures = dict[str, Any]
+
+
+def counted(counts: Sequence[PromptCounts]) -> Figures:
+    """Acceptance length with its interval by prompt, and the counts of each prompt."""
+    return {
+        "acceptance_length": pooled(counts),
+        "interval": interval(counts, 0),
+        "prompts": len(counts),
+        "tokens": [c.tokens for c in counts],
+        "rounds": [c.rounds for c in counts],
+    }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A set of prompts that was kept from training.
+
+    Attributes:
+        samples: prompts with the target's answers.
+        rows: the same, captured.
+    """
+
+    samples: list[Sample]
+    rows: list[HiddenStateRow]
+
+
+class Scorer:
+    """Scores drafters on kept sets.
+
+    Args:
+        folder: for exports.
+    """
+
+    def __init__(self, target: LoadedTarget, kept: dict[str, Kept], settings: Settings, folder: Path) -> None:
+        self._target, self._kept, self._settings, self._folder = target, kept, settings, folder
+
+    def walk(
+        self,
+        spec: DrafterSpec,
+        weights: Weights,
+        sets: Sequence[str],
+        budgets: tuple[int, ...] = (),
+        limit: int | None = None,
+    ) -> Figures:
+        """Rounds that greedy decoding would take along the first kept answers: `{set: {method: figures}}`.
+
+        An answer that the length limit cut is walked as if its text went on unknown: blocks are not shortened there.
+        """
+        step = self._step(spec, weights, budgets)
+        names = ("chain", *(f"tree@{n}" for n in budgets))
+        found: Figures = {}
+        for name in sets:
+            sums = self._walk_set(step, self._kept[name], limit)
+            columns = [[PromptCounts(s.tokens[i], s.rounds[i]) for s in sums] for i in range(len(names))]
+            found[name] = {method: counted(column) for method, column in zip(names, columns, strict=True)}
+        return found
+
+    def _walk_set(self, step: DrafterStep, kept: Kept, limit: int | None) -> list[WalkSums]:
+        """Sums of the first samples, in their order (rows hold them packed in another one)."""
+        wanted = [sample.sample_id for sample in kept.samples[:limit]]
+        by_id: dict[str, WalkSums] = {}
+        for row in kept.rows:
+            starts = dict(zip(accumulate(row.lengths, initial=0), row.sample_ids, strict=False))
+            found = answers_of(row, self._target.stop_token_ids)
+            answers = [replace(a, limited=False) for a in found if starts[a.first] in set(wanted)]
+            for answer, sums in zip(answers, walk_each(step, row, answers), strict=True):
+                by_id[starts[answer.first]] = sums
+        return [by_id[name] for name in wanted]
+
+    def estimate(self, spec: DrafterSpec, weights: Weights, name: str, budgets: tuple[int, ...]) -> Figures:
+        """What validation reports: the mean over blocks at fixed anchors, with calibration and recall."""
+        step = self._step(spec, weights, budgets)
+        none = StepStats.zeros(spec.block_size, self._target.device, budgets)
+        summary = sum((step.evaluate(row) for row in self._kept[name].rows), none).summary()
+        names = ("acceptance_length", "tree_acceptance_length", "recall", "calibration_error", "counts")
+        return {key: summary[key] for key in names}
+
+    def _step(self, spec: DrafterSpec, weights: Weights, budgets: tuple[int, ...]) -> DrafterStep:
+        """One shape for all drafters of a block size, whatever they are trained with."""
+        settings, device = self._settings, self._target.device
+        module = make_module(spec, weights, device)
+        embedding, head, _ = borrow(spec, self._target, device, compute_dtype(device))
+        step = DrafterStep(
+            module,
+            embedding,
+            head,
+            ObjectiveConfig(anchors=max(1, 512 // settings.anchor_divisor)),
+            row_tokens=settings.row_tokens,
+            seed=0,
+            trees=tree_metric(ValidationConfig(tree_budgets=budgets)),
+        )
+        if device.type == "cuda":
+            row = next(iter(self._kept.values())).rows[0]
+
+            def run() -> None:
+                step.evaluate(row)
+
+            process_cache().device(str(device)).warm(run)
+        return step
+
+    def exported(self, spec: DrafterSpec, weights: Weights) -> Drafter:
+        """The drafter as servers would load it: written to a folder and read back."""
+        drafter = Drafter(spec)
+        drafter.load_state_dict(weights)
+        folder = self._folder / "export"
+        shutil.rmtree(folder, ignore_errors=True)
+        return load_export(export_zlab(drafter, folder), self._target.device, compute_dtype(self._target.device))
+
+    def decode(self, drafter: Drafter, name: str, budget: int | None = None, limit: int | None = None) -> Figures:
+        """Real greedy decoding of the set's first prompts together: the chain, or a tree of `budget` drafts."""
+        bound = BoundDrafter(drafter, self._target)
+        width = drafter.spec.block_size if budget is None else budget + 1
+
+        def opener(sample: Sample) -> Callable[[RowSession], Steps]:
+            def steps(session: RowSession) -> Steps:
+                own, task = bound.fork(), self._task(sample)
+                if budget is None:
+                    return linear_steps(session, ChainSource(own), task)
+                return tree_steps(session, own, task, FixedBudget(budget))
+
+            return steps
+
+        return self._decode(bound.taps, opener, name, width, limit)
+
+    def decode_lookup(self, name: str, limit: int | None = None) -> Figures:
+        """Real decoding by prompt lookup."""
+
+        def opener(sample: Sample) -> Callable[[RowSession], Steps]:
+            source = LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM, self._target.device)
+            return lambda session: linear_steps(session, source, self._task(sample))
+
+        return self._decode((), opener, name, LOOKUP_BLOCK, limit)
+
+    def walk_lookup(self, name: str) -> Figures:
+        """Prompt lookup along the kept answers."""
+        return counted([lookup_counts(*_split(sample)) for sample in self._kept[name].samples])
+
+    def _task(self, sample: Sample) -> Task:
+        return Task(_split(sample)[0], self._settings.max_new_tokens)
+
+    def _decode(
+        self,
+        taps: Sequence[int],
+        opener: Callable[[Sample], Callable[[RowSession], Steps]],
+        name: str,
+        width: int,
+        limit: int | None,
+    ) -> Figures:
+        samples = self._kept[name].samples[:limit]
+        longest = max(len(_split(sample)[0]) for sample in samples)
+        rows = max(1, min(len(samples), _NODES_AT_ONCE // width))
+        batch = BatchedTarget(self._target, taps, rows, longest + self._settings.max_new_tokens + width)
+        begin = time.perf_counter()
+        generations = decode_together(batch, [opener(sample) for sample in samples])
+        synchronize(self._target.device)
+        found = counted([_counts(g) for g in generations])
+        same = sum(g.output_ids == _split(s)[1] for g, s in zip(generations, samples, strict=True))
+        return found | {"decode_s": time.perf_counter() - begin, "texts_as_answered": same}
+
+
+def _split(sample: Sample) -> tuple[list[int], list[int]]:
+    """Ids of the prompt and of the answer."""
+    first = int(sample.loss_mask.argmax())
+    ids = sample.input_ids.tolist()
+    return ids[:first], ids[first:]
+
+
+def _counts(generation: Generation) -> PromptCounts:
+    return PromptCounts(sum(generation.acceptance_lengths), len(generation.acceptance_lengths))
+
+
+def lookup_counts(prompt: Sequence[int], answer: Sequence[int]) -> PromptCounts:
+    """Tokens and rounds of prompt lookup along a known answer, whose first token comes from the prefill."""
+    index, text, rounds = NgramIndex(LOOKUP_NGRAM), [*prompt, answer[0]], 0
+    while len(text) < len(prompt) + len(answer):
+        ahead = answer[len(text) - len(prompt) :]
+        drafts = index.continuation(text, LOOKUP_BLOCK - 1)
+        pairs = zip(drafts, ahead, strict=False)
+        right = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(drafts), len(ahead)))
+        text.extend(ahead[: right + 1])
+        rounds += 1
+    return PromptCounts(len(answer) - 1, rounds)
+
+
+def set_block(spec: DrafterSpec, block_size: int) -> DrafterSpec:
+    """The same drafter drafting blocks of another size."""
+    return spec.model_copy(update={"block_size": block_size})
