@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from draftline.errors import DraftlineError
 from lab import Lab
+from measure import environment
 from parts import ablation, baselines, best_of, dev_scores, main_run, make_trainer, tune, with_seed
 from prompts import PromptFiles
 from settings import TINY, Settings
 from several import pipeline_run, replicas
 from store import Store
 from variants import ABLATIONS, DDTREE, PLAIN, Variant, combine
-
-from draftline.errors import DraftlineError
-from measure import environment
 
 Figures = dict[str, Any]
 # Seconds beside the training itself, on an H200, on the safe side: warm-up of a new shape, walks, decoding.

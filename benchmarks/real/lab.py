@@ -10,12 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompts import PromptFiles, answer_all, describe, load_samples
-from scoring import Kept, Scorer
-from settings import KEPT_SETS, Settings
-from states import PaddedSamples, capture_rows
-from training import OurTrainer, synchronize
-from variants import PLAIN, Variant
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import TargetConfig
@@ -26,6 +20,12 @@ from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.selftest import self_test
 from draftline.target.unpack import unpack_target
+from prompts import PromptFiles, answer_all, describe, load_samples
+from scoring import Kept, Scorer
+from settings import KEPT_SETS, Settings
+from states import PaddedSamples, capture_rows
+from training import OurTrainer, synchronize
+from variants import PLAIN, Variant
 
 
 @dataclass

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from draftline.config.drafter_spec import DrafterSpec
 from lab import Lab
 from peer import PeerTrainer
 from scoring import set_block
 from settings import KEPT_SETS
 from training import Course, Snapshot, Trainer, first_weights, train_for
 from variants import PLAIN, Variant
-
-from draftline.config.drafter_spec import DrafterSpec
 
 Figures = dict[str, Any]
 ABLATION_SETS = ("gsm8k", "dev")

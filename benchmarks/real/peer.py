@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from settings import Settings
-from states import PaddedSamples
-from store import UnavailableError
-from training import Weights, compute_dtype
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.load import LoadedTarget
 from peers import has_specforge
+from settings import Settings
+from states import PaddedSamples
+from store import UnavailableError
+from training import Weights, compute_dtype
 
 CHUNK_POSITIONS = 2048
 GAMMA = 7.0

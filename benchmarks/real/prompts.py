@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from settings import Settings
 
 from draftline.config.schema import TargetConfig
 from draftline.data.chat import ChatEncoder
@@ -22,6 +21,7 @@ from draftline.data.prompts import builtin_prompts, split_prompts
 from draftline.data.regenerate import regenerate
 from draftline.data.shards import Sample
 from draftline.errors import UserError
+from settings import Settings
 
 Record = dict[str, Any]
 

@@ -10,9 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from settings import Settings
-from training import Weights, compute_dtype, make_module, synchronize
-
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ObjectiveConfig, ValidationConfig
 from draftline.data.shards import Sample
@@ -35,6 +32,8 @@ from draftline.pipeline.validation import tree_metric
 from draftline.pipeline.workers import borrow
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
+from settings import Settings
+from training import Weights, compute_dtype, make_module, synchronize
 
 LOOKUP_BLOCK, LOOKUP_NGRAM = 16, 3
 # Rows of trees verified together times their nodes: bounds the memory of the logits.

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import Lab
-from parts import ABLATION_SETS
-from states import rows_in_turn
-from training import SCHEDULE, OurTrainer, compute_dtype, synchronize, warmed_s
-from variants import PLAIN
 
 from draftline.config.schema import (
     AverageSync,
@@ -31,6 +26,11 @@ from draftline.drafter.sync import Replica, Synchronizer
 from draftline.export.zlab import load_export
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
+from lab import Lab
+from parts import ABLATION_SETS
+from states import rows_in_turn
+from training import SCHEDULE, OurTrainer, compute_dtype, synchronize, warmed_s
+from variants import PLAIN
 
 Figures = dict[str, Any]
 EVERY_ROWS = {"average": 50, "copy": 100}

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from settings import Settings
-from states import rows_in_turn
 from torch import Tensor
-from variants import Variant
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import OptimizerConfig, ScheduleConfig
@@ -25,6 +22,9 @@ from draftline.drafter.warm_start import start_from_target
 from draftline.pipeline.workers import borrow
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
+from settings import Settings
+from states import rows_in_turn
+from variants import Variant
 
 SCHEDULE = ScheduleConfig(kind="cosine", warmup_fraction=0.04)
 Weights = dict[str, Tensor]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from settings import Settings
-
 from draftline.config.schema import (
     Decay,
     DPaceDecay,
@@ -17,6 +15,7 @@ from draftline.config.schema import (
     OptimizerConfig,
     SlidingWindowConfig,
 )
+from settings import Settings
 
 GAMMA_7 = ExponentialDecay(gamma=7.0)
 GAMMA_15 = ExponentialDecay(gamma=15.0)

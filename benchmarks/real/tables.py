@@ -1,0 +1,231 @@
+"""Tables of the results page, from the merged figures alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from draftline.evaluate.stats import Difference, PromptCounts, paired_difference
+
+Figures = dict[str, Any]
+Rows = Iterable[Sequence[str]]
+MAINS = (
+    ("specforge", "plain recipe, SpecForge 0.2.0"),
+    ("draftline", "plain recipe"),
+    ("ddtree", "DDTree recipe"),
+    ("recommended", "recommended recipe"),
+)
+SETS = ("gsm8k", "arena", "general")
+
+
+def table(head: Sequence[str], rows: Rows) -> list[str]:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def tau(figures: Figures | None) -> str:
+    """`3.21 (3.10-3.32)`; empty if there is nothing."""
+    if not figures or figures["acceptance_length"] is None:
+        return ""
+    value, bounds = figures["acceptance_length"], figures["interval"]
+    return f"{value:.2f}" + (f" ({bounds[0]:.2f}-{bounds[1]:.2f})" if bounds else "")
+
+
+def counts_of(figures: Figures) -> list[PromptCounts]:
+    """Counts of each prompt."""
+    return [PromptCounts(t, r) for t, r in zip(figures["tokens"], figures["rounds"], strict=True)]
+
+
+def difference(before: Figures, after: Figures) -> Difference | None:
+    """Paired by prompt."""
+    return paired_difference(counts_of(before), counts_of(after), 0)
+
+
+def gain(before: Figures, after: Figures) -> str:
+    """Relative change with its interval: `+3.1 % (+1.2 to +5.0)`."""
+    found, base = difference(before, after), before["acceptance_length"]
+    if found is None or not base:
+        return ""
+    value, low, high = (100 * x / base for x in (found.value, found.low, found.high))
+    return f"{value:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def data_table(parts: Figures) -> list[str]:
+    """Samples by role."""
+    samples = parts["baselines"]["data"]["samples"]
+    rows = [
+        [role, str(f["samples"]), f"{f['tokens']:,}", f"{f['supervised_tokens']:,}", str(f["cut"])]
+        for role, f in samples.items()
+    ]
+    return table(["set", "prompts", "tokens", "of them the target's", "answers cut by the limit"], rows)
+
+
+def head_to_head(parts: Figures) -> list[str]:
+    """Acceptance against training seconds for both sides."""
+    sides = [parts.get("main-draftline"), parts.get("main-specforge")]
+    if not all(sides):
+        return ["Not measured yet."]
+    ours, peer = ([*_marks(side)] for side in sides if side)
+    rows = []
+    for mine, its in zip(ours, peer, strict=True):
+        ratio = mine["walked"]["acceptance_length"] / its["walked"]["acceptance_length"]
+        line = [f"{mine['training_s']:.1f}", str(mine["steps"]), str(its["steps"])]
+        line += [tau(mine["walked"]), tau(its["walked"]), f"{ratio:.2f}"]
+        rows.append([*line, tau(mine.get("decoded")), tau(its.get("decoded"))])
+    head = ["training s", "our steps", "its steps", "ours, walked", "SpecForge, walked", "ratio"]
+    return [*table([*head, "ours, decoded", "SpecForge, decoded"], rows), "", *costs(parts)]
+
+
+def costs(parts: Figures) -> list[str]:
+    """What is not training: capture for both, warm-up of each, and the learning rates that were chosen."""
+    seconds = parts["baselines"]["data"]["seconds"]
+    rows = []
+    for side in ("draftline", "specforge"):
+        main, tuned = parts.get(f"main-{side}"), parts.get(f"tune-{side}")
+        if main is None or tuned is None:
+            continue
+        first_s = max(t["warm_s"] for t in tuned["tries"])
+        rates = ", ".join(f"{t['learning_rate']:g}: {t['dev_chain']:.2f}" for t in tuned["tries"])
+        line = [side, f"{main['step_s'] * 1e3:.1f}", f"{first_s:.1f}", f"{seconds.get('capture', 0):.1f}"]
+        rows.append([*line, f"{main['training_s'] + first_s + seconds.get('capture', 0):.1f}", rates])
+    head = ["side", "ms a step", "compile s", "capture s", "all s", "rates tried: chain on dev"]
+    return table(head, rows)
+
+
+def _marks(side: Figures) -> list[Figures]:
+    """The marks of a main run, its end among them."""
+    end = {"training_s": side["training_s"], "steps": side["steps"], "walked": side["walked"]["gsm8k"]["chain"]}
+    return [*side["marks"], end | {"decoded": side["decoded"]["gsm8k"]["chain"]}]
+
+
+def answer_table(parts: Figures, kind: str) -> list[str]:
+    """Every main run on every kept set, `walked` (all prompts) or `decoded` (the first ones, for real)."""
+    rows = [["prompt lookup", *(tau(parts["baselines"][kind][name]["lookup"]) for name in SETS)]]
+    for name, words in MAINS:
+        main = parts.get(f"main-{name}")
+        if main is None:
+            continue
+        for method in main[kind]["gsm8k"]:
+            cells = [tau(main[kind][s].get(method)) for s in SETS]
+            rows.append([f"{words}, block {main['block_size']}: {method}", *cells])
+    return table(["", *SETS], rows)
+
+
+def curve_table(parts: Figures) -> list[str]:
+    """Acceptance by the size of the tree."""
+    found = {words: parts[f"main-{n}"]["curve"] for n, words in MAINS if "curve" in parts.get(f"main-{n}", {})}
+    if not found:
+        return ["Not measured yet."]
+    methods = list(next(iter(found.values())))
+    return table(["", *methods], [[words, *(tau(curve[m]) for m in methods)] for words, curve in found.items()])
+
+
+def ablation_table(parts: Figures) -> list[str]:
+    """One change at a time against the plain recipe at equal seconds, paired by prompt."""
+    plain = parts.get("ablation-plain")
+    if plain is None:
+        return ["Not measured yet."]
+    base = plain["walked"]["gsm8k"]
+    tree = next(name for name in base if name != "chain")
+    rows = [["plain recipe", str(plain["steps"]), tau(base["chain"]), "", tau(base[tree]), ""]]
+    for name, part in parts.items():
+        if not name.startswith("ablation-") or part is plain:
+            continue
+        for words, own in _forms(part):
+            line = [words, str(part["steps"]), tau(own["chain"]), gain(base["chain"], own["chain"])]
+            rows.append([*line, tau(own[tree]), gain(base[tree], own[tree])])
+    return table(["change", "steps", "chain", "against plain", tree, "against plain"], rows)
+
+
+def _forms(part: Figures) -> list[tuple[str, Figures]]:
+    """A recipe as trained, and with its smaller blocks."""
+    change, forms = part["variant"]["change"], [("", part["walked"]["gsm8k"])]
+    other = part.get("at_other_block")
+    if other is not None:
+        forms.append((f", drafting {other['block_size']}", other["gsm8k"]))
+    return [(change + words, figures) for words, figures in forms]
+
+
+def seed_table(parts: Figures) -> list[str]:
+    """The same recipes from other seeds."""
+    found: dict[str, list[Figures]] = {}
+    for name, part in parts.items():
+        if name.startswith(("seed", "ablation-")):
+            found.setdefault(part["variant"]["name"], []).append(part)
+    rows = []
+    for name, members in found.items():
+        if len(members) < 2:
+            continue
+        methods = list(members[0]["walked"]["gsm8k"])
+        cells = []
+        for method in methods:
+            values = [m["walked"]["gsm8k"][method]["acceptance_length"] for m in members]
+            cells.append(f"{', '.join(f'{v:.2f}' for v in values)} (mean {sum(values) / len(values):.3f})")
+        rows.append([name, *cells])
+    return table(["recipe", "chain", "tree"], rows) if rows else ["Not measured yet."]
+
+
+def several_table(parts: Figures) -> list[str]:
+    """Drafters and synchronisation at equal total work."""
+    rows = []
+    for part in (p for n, p in parts.items() if n.startswith("sync-")):
+        cells = [tau(figures) for figures in part["walked"]["gsm8k"].values()]
+        line = [str(part["drafters"]), part["sync"], str(part["rows"]), str(part["meetings"])]
+        rows.append([*line, f"{part['training_s']:.1f}", *cells])
+    head = ["drafters", "sync", "rows in all", "meetings", "s on one GPU", "chain", "tree"]
+    return table(head, rows) if rows else ["Not measured yet."]
+
+
+def estimate_rows(parts: Figures) -> list[tuple[str, str, float, float]]:
+    """(run, method, walked, decoded) on the same prompts: those that were decoded."""
+    found = []
+    for name, words in MAINS:
+        main = parts.get(f"main-{name}")
+        for set_name, methods in (main or {}).get("decoded", {}).items():
+            for method, decoded in methods.items():
+                walked = counts_of(main["walked"][set_name][method])[: decoded["prompts"]]
+                rounds = sum(c.rounds for c in walked)
+                if rounds and decoded["acceptance_length"]:
+                    value = sum(c.tokens for c in walked) / rounds
+                    found.append((f"{words}, {set_name}", method, value, decoded["acceptance_length"]))
+    return found
+
+
+def estimate_table(parts: Figures) -> list[str]:
+    """Training-time acceptance beside real decoding."""
+    rows = [
+        [words, method, f"{walked:.3f}", f"{decoded:.3f}", f"{100 * (walked / decoded - 1):+.1f} %"]
+        for words, method, walked, decoded in estimate_rows(parts)
+    ]
+    return table(["", "method", "walked", "decoded", "difference"], rows)
+
+
+def verdicts(parts: Figures) -> list[str]:
+    """Each promise of the experiment, with its figure."""
+    lines = []
+    ours, peer = parts.get("main-draftline"), parts.get("main-specforge")
+    if ours and peer:
+        a, b = ours["walked"]["gsm8k"]["chain"], peer["walked"]["gsm8k"]["chain"]
+        ratio = a["acceptance_length"] / b["acceptance_length"]
+        lines.append(f"- Chain against the SpecForge loop at equal training seconds: {ratio:.3f} times (asked: 1.15).")
+    last = next((parts[f"main-{n}"] for n, _ in reversed(MAINS) if f"main-{n}" in parts), None)
+    if last is not None:
+        methods = last["walked"]["gsm8k"]
+        chain, tree = methods["chain"], next((f for m, f in methods.items() if m != "chain"), None)
+        lines.append(f"- Chain on GSM8K: {tau(chain)} (asked: 3.5).")
+        if tree is not None:
+            lines.append(f"- Tree over the chain of the same drafter: {gain(chain, tree)} (asked: +15 %).")
+        lookup = parts["baselines"]["walked"]
+        beaten = [s for s in SETS if _value(last["walked"][s]["chain"]) > _value(lookup[s]["lookup"])]
+        lines.append(
+            f"- Chain above prompt lookup on: {', '.join(beaten) or 'no set'} (asked: all of {', '.join(SETS)})."
+        )
+    worst = max((abs(w / d - 1) for _, _, w, d in estimate_rows(parts)), default=None)
+    if worst is not None:
+        lines.append(f"- Largest difference between walked and decoded: {100 * worst:.1f} % (asked: 5 %).")
+    return lines or ["Not measured yet."]
+
+
+def _value(figures: Figures) -> float:
+    return float(figures["acceptance_length"])
