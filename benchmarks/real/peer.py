@@ -15,7 +15,6 @@ from states import PaddedSamples
 from store import UnavailableError
 from training import Weights, compute_dtype
 
-CHUNK_POSITIONS = 2048
 GAMMA = 7.0
 
 
@@ -96,7 +95,10 @@ def _online_model(
 
     attention = "flex_attention" if device.type == "cuda" else "sdpa"
     with torch.device(device):
-        draft = DFlashDraftModel(_config(spec, attention)).to(dtype=compute_dtype(device))
+        draft = DFlashDraftModel(_config(spec, attention))
+    frequencies = draft.rotary_emb.inv_freq.clone()
+    draft.to(dtype=compute_dtype(device))
+    draft.rotary_emb.inv_freq = frequencies  # its trainer builds it in the compute dtype, which leaves them in fp32
     linear = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False, device="meta")
     linear.weight = torch.nn.Parameter(head.weight_VH, requires_grad=False)
     return OnlineDFlashModel(
@@ -108,7 +110,7 @@ def _online_model(
         attention_backend=attention,
         num_anchors=settings.peer_anchors,
         loss_decay_gamma=GAMMA,
-        objective_chunk_blocks=max(1, CHUNK_POSITIONS // spec.block_size),
+        objective_chunk_blocks=0,  # all at once, nothing computed again: memory is plenty here
     )
 
 

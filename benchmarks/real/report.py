@@ -34,7 +34,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Figures], list[str]]], ...] = (
     ("walked", "All recipes, all kept prompts", lambda parts: answer_table(parts, "walked")),
     (
         "decoded",
-        "The same, decoded for real on the first prompts of each set",
+        "The same, decoded for real on the first prompts",
         lambda parts: answer_table(parts, "decoded"),
     ),
     ("trees", "Size of the tree", curve_table),

@@ -21,6 +21,7 @@ class Settings:
         row_tokens: tokens of a training row.
         block_divisor, anchor_divisor: of every recipe's block and anchors; 1 but for tiny runs.
         num_layers: of the drafter; as many taps.
+        head_chunk_positions: large, for fewer launches: the head is small here.
         rates: learning rates tried, the same for each side.
         main_s, ablation_s, tune_s: training seconds of one run.
         marks: shares of the main runs at which acceptance is measured.
@@ -45,6 +46,7 @@ class Settings:
     block_divisor: int = 1
     anchor_divisor: int = 1
     num_layers: int = 5
+    head_chunk_positions: int = 8192
     mask_token_id: int = 16  # <empty_output>: no text of this model holds it
     window_tokens: int = 128
     rates: tuple[float, ...] = (6e-4, 1.5e-3, 3e-3)
@@ -81,6 +83,7 @@ TINY = Settings(
     block_divisor=4,
     anchor_divisor=64,
     num_layers=2,
+    head_chunk_positions=256,
     window_tokens=16,
     rates=(1e-3, 3e-3),
     main_s=2.0,

@@ -72,6 +72,7 @@ class Variant:
             kl_weight=self.kl_weight,
             cap_weight=self.cap_weight,
             feature_noise=self.noise,
+            head_chunk_positions=settings.head_chunk_positions,
         )
 
     def optimizer_config(self, learning_rate: float) -> OptimizerConfig:
