@@ -36,6 +36,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, default=None, help="default OUTPUT/answers.jsonl.gz")
     parser.add_argument("--budget-s", type=float, default=1500.0, help="no part starts that would end later")
     parser.add_argument("--parts", default="", help="only parts whose names begin with one of these, comma-separated")
+    parser.add_argument(
+        "--recommend-early", action="store_true", help="choose a recipe from those ablations that there are"
+    )
     parser.add_argument("--tiny", action="store_true", help="the same code with tiny sizes, for a CPU")
     return parser.parse_args(arguments)
 
@@ -45,10 +48,12 @@ class Experiment:
 
     Args:
         only: beginnings of part names; empty: all.
+        recommend_early: do not wait for all ablations.
     """
 
-    def __init__(self, lab: Lab, store: Store, only: tuple[str, ...]) -> None:
+    def __init__(self, lab: Lab, store: Store, only: tuple[str, ...], *, recommend_early: bool) -> None:
         self._lab, self._store, self._only = lab, store, only
+        self._least_ablations = 2 if recommend_early else len(ABLATIONS)
         self._settings = lab.settings
         self._shapes: set[tuple[int, int]] = set()
 
@@ -118,8 +123,8 @@ class Experiment:
         return 2.0 if known else NEW_SHAPE_S
 
     def _recommend(self, scored: dict[str, Figures]) -> Variant | None:
-        """The best of each group on `dev`, by the tree; once all changes were measured."""
-        if len(scored) < len(ABLATIONS):
+        """The best of each group on `dev`, by the tree; once enough changes were measured."""
+        if len(scored) < self._least_ablations or "plain" not in scored:
             return None
         tree = f"tree@{self._settings.budget}"
         return combine(dev_scores(scored, tree), least_gain=LEAST_GAIN)
@@ -182,7 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         store.restore()
-        Experiment(lab, store, tuple(filter(None, chosen.parts.split(",")))).run()
+        only = tuple(filter(None, chosen.parts.split(",")))
+        Experiment(lab, store, only, recommend_early=chosen.recommend_early).run()
     except DraftlineError as error:
         print(f"real: {error}")
         return error.exit_code

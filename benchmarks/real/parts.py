@@ -21,13 +21,14 @@ ABLATION_SETS = ("gsm8k", "dev")
 def baselines(lab: Lab) -> Figures:
     """Prompt lookup on every kept set, walked on all prompts and decoded for real on the first. Plain is 1."""
     walked = {name: {"lookup": lab.scorer.walk_lookup(name)} for name in KEPT_SETS}
-    decoded = {name: {"lookup": lab.scorer.decode_lookup(name, _limit(lab, name))} for name in KEPT_SETS}
+    decoded = {name: {"lookup": f} for name, f in lab.scorer.decode_lookup(_limits(lab)).items()}
     return {"walked": walked, "decoded": decoded, "data": lab.describe()}
 
 
-def _limit(lab: Lab, name: str) -> int:
-    """Prompts of a set that are decoded for real."""
-    return lab.settings.decode_prompts if name == "gsm8k" else lab.settings.other_prompts
+def _limits(lab: Lab) -> dict[str, int]:
+    """Prompts of each set that are decoded for real."""
+    settings = lab.settings
+    return {name: settings.decode_prompts if name == "gsm8k" else settings.other_prompts for name in KEPT_SETS}
 
 
 def make_trainer(lab: Lab, side: str, peak_rate: float) -> Trainer:
@@ -82,10 +83,10 @@ def main_run(lab: Lab, trainer: Trainer, peak_rate: float, *, at_marks: bool, tr
 def decode_all(lab: Lab, spec: DrafterSpec, course: Course, budgets: Sequence[int | None]) -> Figures:
     """Real decoding of the export on the first prompts of each kept set; budget None is the chain."""
     drafter = lab.scorer.exported(spec, course.snapshots[-1].weights)
-    found: Figures = {}
-    for name in KEPT_SETS:
-        decoded = {budget: lab.scorer.decode(drafter, name, budget, _limit(lab, name)) for budget in budgets}
-        found[name] = {"chain" if b is None else f"tree@{b}": figures for b, figures in decoded.items()}
+    found: Figures = {name: {} for name in KEPT_SETS}
+    for budget in budgets:
+        for name, figures in lab.scorer.decode(drafter, _limits(lab), budget).items():
+            found[name]["chain" if budget is None else f"tree@{budget}"] = figures
     return found
 
 
@@ -94,7 +95,7 @@ def _mark(lab: Lab, spec: DrafterSpec, snapshot: Snapshot, *, decode: bool) -> F
     found["walked"] = lab.scorer.walk(spec, snapshot.weights, ["gsm8k"])["gsm8k"]["chain"]
     if decode:
         drafter = lab.scorer.exported(spec, snapshot.weights)
-        found["decoded"] = lab.scorer.decode(drafter, "gsm8k", limit=lab.settings.mark_prompts)
+        found["decoded"] = lab.scorer.decode(drafter, {"gsm8k": lab.settings.mark_prompts})["gsm8k"]
     return found
 
 

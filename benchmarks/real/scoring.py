@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,7 @@ from draftline.target.load import LoadedTarget
 from settings import Settings
 from training import Weights, compute_dtype, make_module, synchronize
 
+Opener = Callable[[RowSession], Steps]
 LOOKUP_BLOCK, LOOKUP_NGRAM = 16, 3
 # Rows of trees verified together times their nodes: bounds the memory of the logits.
 _NODES_AT_ONCE = 16_384
@@ -98,12 +99,12 @@ class Scorer:
 
     def _walk_set(self, step: DrafterStep, kept: Kept, limit: int | None) -> list[WalkSums]:
         """Sums of the first samples, in their order (rows hold them packed in another one)."""
-        wanted = [sample.sample_id for sample in kept.samples[:limit]]
+        wanted = dict.fromkeys(sample.sample_id for sample in kept.samples[:limit])
         by_id: dict[str, WalkSums] = {}
         for row in kept.rows:
             starts = dict(zip(accumulate(row.lengths, initial=0), row.sample_ids, strict=False))
             found = answers_of(row, self._target.stop_token_ids)
-            answers = [replace(a, limited=False) for a in found if starts[a.first] in set(wanted)]
+            answers = [replace(a, limited=False) for a in found if starts[a.first] in wanted]
             for answer, sums in zip(answers, walk_each(step, row, answers), strict=True):
                 by_id[starts[answer.first]] = sums
         return [by_id[name] for name in wanted]
@@ -147,12 +148,19 @@ class Scorer:
         shutil.rmtree(folder, ignore_errors=True)
         return load_export(export_zlab(drafter, folder), self._target.device, compute_dtype(self._target.device))
 
-    def decode(self, drafter: Drafter, name: str, budget: int | None = None, limit: int | None = None) -> Figures:
-        """Real greedy decoding of the set's first prompts together: the chain, or a tree of `budget` drafts."""
+    def decode(self, drafter: Drafter, limits: Mapping[str, int], budget: int | None = None) -> Figures:
+        """Real greedy decoding of the first prompts of some sets, all together: the chain, or trees of `budget` drafts.
+
+        Args:
+            limits: how many prompts of each set.
+
+        Returns:
+            Figures by set; `decode_s` is of all together.
+        """
         bound = BoundDrafter(drafter, self._target)
         width = drafter.spec.block_size if budget is None else budget + 1
 
-        def opener(sample: Sample) -> Callable[[RowSession], Steps]:
+        def opener(sample: Sample) -> Opener:
             def steps(session: RowSession) -> Steps:
                 own, task = bound.fork(), self._task(sample)
                 if budget is None:
@@ -161,45 +169,43 @@ class Scorer:
 
             return steps
 
-        return self._decode(bound.taps, opener, name, width, limit)
+        return self._decode(bound.taps, opener, limits, width)
 
-    def decode_lookup(self, name: str, limit: int | None = None) -> Figures:
-        """Real decoding by prompt lookup."""
+    def decode_lookup(self, limits: Mapping[str, int]) -> Figures:
+        """Real decoding by prompt lookup, as `decode`."""
 
-        def opener(sample: Sample) -> Callable[[RowSession], Steps]:
+        def opener(sample: Sample) -> Opener:
             source = LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM, self._target.device)
             return lambda session: linear_steps(session, source, self._task(sample))
 
-        return self._decode((), opener, name, LOOKUP_BLOCK, limit)
+        return self._decode((), opener, limits, LOOKUP_BLOCK)
 
     def walk_lookup(self, name: str) -> Figures:
         """Prompt lookup along the kept answers."""
-        return counted([lookup_counts(*_split(sample)) for sample in self._kept[name].samples])
+        return counted([lookup_counts(*split_sample(sample)) for sample in self._kept[name].samples])
 
     def _task(self, sample: Sample) -> Task:
-        return Task(_split(sample)[0], self._settings.max_new_tokens)
+        return Task(split_sample(sample)[0], self._settings.max_new_tokens)
 
     def _decode(
-        self,
-        taps: Sequence[int],
-        opener: Callable[[Sample], Callable[[RowSession], Steps]],
-        name: str,
-        width: int,
-        limit: int | None,
+        self, taps: Sequence[int], opener: Callable[[Sample], Opener], limits: Mapping[str, int], width: int
     ) -> Figures:
-        samples = self._kept[name].samples[:limit]
-        longest = max(len(_split(sample)[0]) for sample in samples)
-        rows = max(1, min(len(samples), _NODES_AT_ONCE // width))
+        chosen = [(name, sample) for name, limit in limits.items() for sample in self._kept[name].samples[:limit]]
+        longest = max(len(split_sample(sample)[0]) for _, sample in chosen)
+        rows = max(1, min(len(chosen), _NODES_AT_ONCE // width))
         batch = BatchedTarget(self._target, taps, rows, longest + self._settings.max_new_tokens + width)
         begin = time.perf_counter()
-        generations = decode_together(batch, [opener(sample) for sample in samples])
+        generations = decode_together(batch, [opener(sample) for _, sample in chosen])
         synchronize(self._target.device)
-        found = counted([_counts(g) for g in generations])
-        same = sum(g.output_ids == _split(s)[1] for g, s in zip(generations, samples, strict=True))
-        return found | {"decode_s": time.perf_counter() - begin, "texts_as_answered": same}
+        decode_s, found = time.perf_counter() - begin, {}
+        for name in limits:
+            own = [(g, s) for g, (set_name, s) in zip(generations, chosen, strict=True) if set_name == name]
+            same = sum(generation.output_ids == split_sample(sample)[1] for generation, sample in own)
+            found[name] = counted([_counts(g) for g, _ in own]) | {"decode_s": decode_s, "texts_as_answered": same}
+        return found
 
 
-def _split(sample: Sample) -> tuple[list[int], list[int]]:
+def split_sample(sample: Sample) -> tuple[list[int], list[int]]:
     """Ids of the prompt and of the answer."""
     first = int(sample.loss_mask.argmax())
     ids = sample.input_ids.tolist()

@@ -271,4 +271,4 @@ def test_the_plots_are_small_and_the_same_again(real, tmp_path):
 
 def test_samples_are_split_into_what_was_asked_and_answered(real):
     sample = Sample("s", np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]))
-    assert real.scoring._split(sample) == ([5, 6], [7, 8])
+    assert real.scoring.split_sample(sample) == ([5, 6], [7, 8])
