@@ -10,8 +10,8 @@ teacher's, q = softmax(z), P = softmax(t), e_y the one-hot label, all per slot:
     CAP   -c q_T (log q_T + H) / T                    c = 1 where the draft is right
     cap   the soft cap's derivative 1 - (z / c)^2 multiplies the sum
 
-KL and RKL are summed as q - P - P log(q / P), which is never negative, and by its series where q is close to P: the
-usual sum of P log(P / q) cancels there.
+KL and RKL are summed as P (e^d - 1 - d) with d = log(q / P), whose terms are never negative: the usual sum of
+P log(P / q) cancels where q is close to P.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ VALUE_FIELDS = ("ce", "kl", "tv", "reverse_kl", "cap", "rank", "confidence", "ag
 # memory that the allocator keeps, where whole chunks would be mapped, zeroed and unmapped in each pass.
 _CACHED_ELEMENTS = 2**18
 
-# Below this |log(q / P)| the series is used; its first dropped term is then under 1e-12 of the sum.
-_SERIES_BOUND = 0.05
+# From this log(q / P) on, P (1 + log(q / P)) is less than rounding of q, and e^d may overflow.
+_FAR = 42.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,8 @@ def apply_head_(raw_CV: Tensor, head: FrozenHead) -> Tensor:
 
 def excess(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
     """p * (e^d - 1 - d) for d = log(q / p), elementwise: the terms of KL(p, q), each at least 0; q where p is 0."""
-    d = log_ratio
-    series = p * d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720 + d * (1 / 5040))))))
-    direct = q - p - torch.where(p > 0, p * d, 0.0)
-    return torch.where(d.abs() < _SERIES_BOUND, series, direct)
+    terms = torch.expm1(log_ratio).sub_(log_ratio).clamp_(min=0).mul_(p)
+    return torch.where(log_ratio < _FAR, terms, q)
 
 
 def torch_chunk(
@@ -184,7 +182,10 @@ class ChunkLoss:
         return scaled_CV, scaled_CV.logsumexp(-1, keepdim=True)
 
     def _against_teacher(self, temperature: float, top_k: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(P, q, log(q / P)), each [C, V], at a temperature. The difference of logits comes first: it is exact."""
+        """(P, q, log(q / P)), each [C, V], at a temperature; q is shared, not to be written to.
+
+        The difference of logits comes first: it is exact.
+        """
         assert self._teacher is not None
         t_UV = keep_top_k(self._teacher.logits_UV, top_k)
         if temperature != 1.0:
@@ -193,7 +194,8 @@ class ChunkLoss:
         t_CV = t_UV[self._teacher.row_C]
         z_CV, lse_C1 = self._softened(temperature)
         log_ratio_CV = (z_CV - t_CV).sub_(lse_C1 - t_lse_C1)
-        return t_CV.sub_(t_lse_C1).exp_(), (z_CV - lse_C1).exp_(), log_ratio_CV
+        q_CV = self._q if temperature == 1.0 else (z_CV - lse_C1).exp_()
+        return t_CV.sub_(t_lse_C1).exp_(), q_CV, log_ratio_CV
 
     def _kl(self) -> Tensor | None:
         weight, temperature = self._terms.kl, self._terms.kl_temperature
@@ -201,7 +203,7 @@ class ChunkLoss:
             return None
         p_CV, q_CV, log_ratio_CV = self._against_teacher(temperature, self._terms.teacher_top_k)
         self.values["kl"] = temperature**2 * excess(p_CV, q_CV, log_ratio_CV).sum(-1)
-        return q_CV.sub_(p_CV).mul_(weight * temperature)
+        return (q_CV - p_CV).mul_(weight * temperature)
 
     def _tv(self) -> Tensor | None:
         if not self._terms.tv:

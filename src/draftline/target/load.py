@@ -21,6 +21,7 @@ from torch import nn
 
 from draftline.config.schema import TargetConfig
 from draftline.errors import UserError
+from draftline.products import widen_head
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.facts import (
     TargetFacts,
@@ -161,7 +162,9 @@ def load_target(
     hf_config = load_hf_config(config)
     facts = facts_from_hf(hf_config, generation_eos_ids(config, hf_config))
     model = _freeze(_read_model(config, hf_config, dtype, wanted), wanted if len(parts) == 1 else torch.device("cpu"))
-    if len(parts) > 1:
+    if len(parts) == 1:
+        widen_head(model)
+    else:
         require_accelerate()
         decoder, name = find_layers(model, facts)
         model = spread(model, list(getattr(decoder, name)), parts)
