@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 KILLS ?= 200
 CHAOS_JOBS ?= 1
 
-.PHONY: demo test lint interop format simulate chaos docs clean
+.PHONY: demo test lint interop cluster-test format simulate chaos docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -35,6 +35,10 @@ $(VENV)/.interop: $(VENV)/.model
 	$(PIP) --no-deps speculators==0.9.0 hs-connectors
 	touch $@
 
+$(VENV)/.cluster: $(VENV)/.tools
+	$(PIP) -e '.[cluster]'
+	touch $@
+
 $(VENV)/.docs: $(VENV)/.base
 	$(PIP) -e '.[docs]'
 	touch $@
@@ -56,6 +60,10 @@ format: $(VENV)/.tools
 
 interop: $(VENV)/.interop $(VENV)/.tools
 	$(BIN)/python -m pytest tests/interop
+
+# Runs over several hosts: raylets of one machine, and network namespaces where they may be made.
+cluster-test: $(VENV)/.cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster
 
 # Random schedules of the pipeline's core, with failures; exits 1 at the first broken promise.
 simulate: $(VENV)/.base

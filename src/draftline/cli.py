@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from draftline import __version__, cli_data, cli_eval, cli_export, cli_regenerate, cli_report
-from draftline.errors import DraftlineError
+from draftline import __version__, cli_cluster, cli_data, cli_eval, cli_export, cli_regenerate, cli_report
+from draftline.errors import DraftlineError, UserError
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
 _USERS_PATHS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC})
@@ -60,6 +60,9 @@ def train(
     profile: Annotated[
         int | None, typer.Option("--profile", min=1, help="Write a torch profiler trace of so many rows per worker.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Run on this Ray cluster: HOST:PORT, or auto. Extra `cluster`.")
+    ] = None,
 ) -> None:
     """Train a drafter: T targets feed D drafters through one queue."""
     from draftline.config.load import dump_config, load_config
@@ -69,6 +72,11 @@ def train(
         if value is not None:
             items.append(f"pipeline.{key}=[{value}]")
     run = load_config(config, items)
+    if cluster is not None:
+        if auto_split or profile is not None:
+            raise UserError("is for one host", where="--auto-split, --profile", mend="leave it out with --cluster")
+        cli_cluster.train(run, cluster, dry_run=dry_run, resume=resume)
+        return
     if auto_split:
         from draftline.pipeline.planning import auto_split as share_out
 
@@ -90,6 +98,7 @@ def train(
     _print_lines(result.summary_lines())
 
 
+app.command()(cli_cluster.scale)
 app.command(name="eval")(cli_eval.evaluate)
 
 

@@ -26,7 +26,7 @@ MOST_FILE_BYTES, MOST_VALUES = 1 << 18, 20_000  # a few lines of YAML can stand 
 MOST_OPENINGS = 500  # of brackets, braces and nested lists: the parser takes the square of their number
 # What a resumed run may set anew: where it runs, what it shows and where it writes, never what it trains.
 MAY_CHANGE_AT_RESUME = frozenset(
-    {"output", "pipeline", "validation", "checkpoint", "monitor", "states.path", "target.backend.endpoint"}
+    {"output", "pipeline", "cluster", "validation", "checkpoint", "monitor", "states.path", "target.backend.endpoint"}
 )
 
 

@@ -170,14 +170,32 @@ class Synchronizer:
         if shares is None:
             return Reduced()
         weights = _weighted_sum([r.optimizer.masters for r in present], shares)
+        moments = _averaged_moments(present, shares) if self.averages_moments and len(present) > 1 else None
+        return self.of_average(weights, moments)
+
+    @property
+    def averages_moments(self) -> bool:
+        """True if members' moments are averaged with their weights."""
+        return isinstance(self._config, AverageSync) and self._config.moments == "average"
+
+    def of_average(self, weights: list[Tensor], moments: dict[str, Tensor] | None) -> Reduced:
+        """What members become whose weights (and moments) were averaged, however that was done.
+
+        Raises:
+            RunFailedError: an averaged weight is not finite.
+        """
         _require_finite(weights, "averaged weights")
         if isinstance(self._config, OuterSync):
             assert self._outer is not None, "begin() was not called"
             outer = self._outer.stepped(weights, self._config.outer_learning_rate, self._config.outer_momentum)
             return Reduced(weights=outer.weights, outer=outer)
-        mode = self._config.moments if isinstance(self._config, AverageSync) else "keep"
-        moments = _averaged_moments(present, shares) if mode == "average" and len(present) > 1 else None
-        return Reduced(weights=weights, moments=moments, resets_moments=mode == "reset")
+        resets = isinstance(self._config, AverageSync) and self._config.moments == "reset"
+        return Reduced(weights=weights, moments=moments, resets_moments=resets)
+
+    def of_copy(self, weights: list[Tensor], *, n_present: int) -> Reduced:
+        """The same for `copy`: `weights` are a copy of the first member's. Raises RunFailedError as above."""
+        _require_finite(weights, "weights of the first drafter")
+        return Reduced(weights=weights if n_present > 1 else None)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of the outer step for a checkpoint; empty for other kinds."""

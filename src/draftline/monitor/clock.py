@@ -76,6 +76,15 @@ class WorkerClock:
         """Measure the body of a `with`. For `waiting`, `what` is one of `Wait`, so that verdicts can be reached."""
         return OpenSpan(self, activity, what, facts)
 
+    def past(self, activity: Activity, what: str, t0_s: float, t1_s: float, facts: dict[str, Any]) -> None:
+        """A span that was measured elsewhere and is over; times are those of this clock."""
+        with self._lock:
+            self._book(t0_s, t1_s, activity, what)
+            if activity == "working" and self.first_work_s is None:
+                self.first_work_s = t0_s
+        if self._on_span is not None:
+            self._on_span(self.name, activity, what, t0_s, t1_s, facts)
+
     def done(self, *, rows: int = 1, tokens: int = 0) -> None:
         """Rows finished, whose work lies in `working` spans since the last call (the open one counts)."""
         now = self._clock()
@@ -169,12 +178,13 @@ class WorkerClock:
     def _end_piece(self, now: float) -> None:
         """Book the time since the last change to the innermost open span."""
         top = self._open[-1]
-        length = now - self._piece_start_s
-        self._pieces.append((self._piece_start_s, now, top.activity, str(top.what)))
-        self._seconds[top.activity] = self._seconds.get(top.activity, 0.0) + length
-        if top.activity == "waiting":
-            what = str(top.what)
-            self._wait_seconds[what] = self._wait_seconds.get(what, 0.0) + length
+        self._book(self._piece_start_s, now, top.activity, str(top.what))
+
+    def _book(self, t0_s: float, t1_s: float, activity: Activity, what: str) -> None:
+        self._pieces.append((t0_s, t1_s, activity, what))
+        self._seconds[activity] = self._seconds.get(activity, 0.0) + t1_s - t0_s
+        if activity == "waiting":
+            self._wait_seconds[what] = self._wait_seconds.get(what, 0.0) + t1_s - t0_s
 
 
 def _shares(pieces: list[tuple[str, float]], length: float) -> dict[str, float]:

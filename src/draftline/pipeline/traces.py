@@ -31,6 +31,10 @@ class FailureTraces:
         lines = traceback.format_exception(error)
         self._append(self._failures, f"{_now()} {worker}\n{''.join(lines)}\n")
 
+    def keep_text(self, worker: str, trace: str) -> None:
+        """The same of a worker in another process."""
+        self._append(self._failures, f"{_now()} {worker}\n{trace}\n")
+
     def dump_stacks(self, reason: str) -> None:
         """Where every Python thread of this process stands now."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -237,7 +237,8 @@ class PipelineCore:
         for member, rows in meeting.rows.items():
             for row in rows:
                 self.ledger.move(row.row_id, TRAINED, COMMITTED, holder=member)
-        self.rounds.close()
+        self.rounds.close(admits=not self._is_over)
+        self._hands = {d: set() for d in self.rounds.live}  # at a commit nobody has any row in hand
         self.ledger.rounds = self.rounds.round_id
         self._settle()
         return meeting
@@ -290,7 +291,8 @@ class PipelineCore:
 
         The round goes on among those left; an averaging under way is repeated by them. A second report changes nothing.
         """
-        was_lost = drafter not in self.rounds.live and drafter < self.settings.n_drafters
+        was_lost = drafter not in self.rounds.live and drafter < self.rounds.next_drafter
+        self.rounds.joining.discard(drafter)
         if self.failure or drafter in self._stopped or was_lost:
             return
         hand = self._hand_of(drafter)
@@ -302,6 +304,13 @@ class PipelineCore:
         if not self.rounds.live:  # not through `fail`: a closed queue whose last drafter dies has no weights either
             self.failure = Failure(str(drafter_worker(drafter)), "all drafters are lost")
         self._settle()
+
+    def drafter_joined(self, drafter: int) -> bool:
+        """A drafter of a new number replaces a lost one from the next commit on (see `is_live`). False: too late."""
+        if self.failure or self._is_over:
+            return False
+        self.rounds.join(drafter)
+        return True
 
     def request_stop(self) -> bool:
         """Stop early: rows in hand finish and are committed, waiting rows are discarded, then everybody gets Stop.
@@ -341,18 +350,7 @@ class PipelineCore:
         return not (counts[PLANNED] or counts[LEASED] or counts[CAPTURED])
 
     def _meeting(self, leader: int) -> Meeting:
-        plan, trained, counts = self.ledger.plan, self.rounds.trained, self.ledger.counts
-        members = tuple(sorted(self.rounds.live))
-        committed = counts[COMMITTED] + sum(len(trained[d]) for d in members)
-        return Meeting(
-            round_id=self.rounds.round_id,
-            attempt=self.rounds.attempt,
-            members=members,
-            leader=leader,
-            rows={d: tuple(plan[row_id] for row_id in trained[d]) for d in members},
-            committed_rows=committed,
-            is_last=self.stopping or committed + counts[SET_ASIDE] == len(plan),
-        )
+        return self.rounds.meeting(leader, self.ledger, stopping=self.stopping)
 
     def _drop(self, worker: Worker, row_id: int) -> tuple[RowState, int]:
         """Take a row out of a worker's hands; returns its state and holder."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from draftline.pipeline.core.items import ProtocolError
+from draftline.pipeline.core.items import Meeting, ProtocolError
+from draftline.pipeline.core.ledger import Ledger, RowState
 
 
 class Rounds:
@@ -21,6 +22,8 @@ class Rounds:
         self.round_id = round_id
         self.rows_per_drafter = rows_per_drafter
         self.live = set(drafters)
+        self.joining: set[int] = set()  # drafters that take part from the next commit on
+        self.n_drafters = self.next_drafter = len(self.live)  # how many there may be; numbers are not used again
         self.closing = False
         self.called: set[int] = set()
         self.arrived: set[int] = set()
@@ -61,8 +64,37 @@ class Rounds:
             raise ProtocolError(f"drafter-{drafter} does not lead the meeting of round {round_id}")
         return self.averaging and attempt == self.attempt
 
-    def close(self) -> None:
-        """The round is committed: open the next one."""
+    def meeting(self, leader: int, ledger: Ledger, *, stopping: bool) -> Meeting:
+        """The meeting of this round, for whoever is live now."""
+        members = tuple(sorted(self.live))
+        committed = ledger.counts[RowState.COMMITTED] + sum(len(self.trained[d]) for d in members)
+        return Meeting(
+            round_id=self.round_id,
+            attempt=self.attempt,
+            members=members,
+            leader=leader,
+            rows={d: tuple(ledger.plan[row_id] for row_id in self.trained[d]) for d in members},
+            committed_rows=committed,
+            is_last=stopping or committed + ledger.counts[RowState.SET_ASIDE] == len(ledger.plan),
+        )
+
+    def join(self, drafter: int) -> None:
+        """A new drafter waits for the next commit.
+
+        Raises:
+            ProtocolError: its number was used before, or there are as many drafters as the bounds were made for.
+        """
+        if drafter < self.next_drafter:
+            raise ProtocolError(f"drafter-{drafter} is here or was lost; a new drafter needs a new number")
+        if len(self.live) + len(self.joining) >= self.n_drafters:
+            raise ProtocolError(f"drafter-{drafter} is one too many: the bounds are for {self.n_drafters}")
+        self.next_drafter = drafter + 1
+        self.joining.add(drafter)
+
+    def close(self, *, admits: bool = False) -> None:
+        """The round is committed: open the next one. `admits`: with those who wait to join it."""
+        self.live |= self.joining if admits else set()
+        self.joining.clear()
         self.round_id += 1
         self.sealed = self.announced_last
         self.closing = self.averaging = False

@@ -80,7 +80,7 @@ def draw_faults(rng: random.Random, case: Case) -> list[tuple[int, Fault, int]]:
     """Faults as (step, kind, worker), the first one last; half of all schedules have none."""
     faults: list[tuple[int, Fault, int]] = []
     for _ in range(max(0, int(rng.random() * 6) - 2)):
-        fault = Fault(min(int(rng.random() * 9), Fault.STOP if rng.random() < 0.8 else Fault.FAIL))
+        fault = Fault(min(int(rng.random() * 10), Fault.STOP if rng.random() < 0.8 else Fault.FAIL))
         n_workers = case.n_targets if fault <= Fault.TARGET_BLAMES else case.n_drafters
         blames = fault in (Fault.TARGET_BLAMES, Fault.DRAFTER_BLAMES)  # it takes two to set a row aside
         step, index = int(rng.random() * (4 + 5 * case.n_rows)), int(rng.random() * n_workers)

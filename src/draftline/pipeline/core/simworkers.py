@@ -66,11 +66,12 @@ class SimTarget:
 class SimDrafter:
     """get -> trained -> ... -> arrive -> (average -> commit) -> take the average over -> get; prefetches as it likes.
 
-    Once it has asked for a row and must wait, it does nothing else, as a thread would.
+    Once it has asked for a row and must wait, it does nothing else, as a thread would. One that replaces a lost drafter
+    begins by joining.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index, self.at = index, At.WORK
+    def __init__(self, index: int, at: At = At.WORK) -> None:
+        self.index, self.at = index, at
         self.hand: list[int] = []
         self.round_id = -1  # >= 0: called to that meeting
         self.asking = False
@@ -82,6 +83,8 @@ class SimDrafter:
             return self.work(world, draw)
         if self.at is At.MEET:
             return self.meet(world)
+        if self.at is At.JOIN:
+            return self.join(world)
         assert self.meeting is not None
         if self.at is At.AVERAGE:
             world.average(self.meeting)
@@ -124,6 +127,21 @@ class SimDrafter:
             self.round_id = answer.round_id
         elif isinstance(answer, StopItem):
             world.check_stop(self.index, answer.end)
+            self.at = At.OVER
+        return 0
+
+    def join(self, world: World) -> int:
+        """Ask to take part, then wait for a commit."""
+        core = world.core
+        if not self.asking:
+            self.asking = core.drafter_joined(self.index)
+            self.at = At.JOIN if self.asking else At.OVER
+        elif core.is_live(self.index):
+            self.at, self.asking = At.WORK, False
+            world.take_over(self.index)
+        elif self.index in core.rounds.joining and not core.failure:
+            return STUCK
+        else:
             self.at = At.OVER
         return 0
 

@@ -72,10 +72,11 @@ class Fault(IntEnum):
     TARGET_GIVES_BACK = 2
     TARGET_BLAMES = 3
     DRAFTER_LOST = 4
-    DRAFTER_GIVES_BACK = 5
-    DRAFTER_BLAMES = 6
-    STOP = 7
-    FAIL = 8
+    DRAFTER_REPLACED = 5
+    DRAFTER_GIVES_BACK = 6
+    DRAFTER_BLAMES = 7
+    STOP = 8
+    FAIL = 9
 
 
 class World:
@@ -132,6 +133,9 @@ class World:
         """Commit a round. Raises BrokenPromiseError if it was called the last and rows are left."""
         result = self.core.commit(drafter, meeting.round_id, meeting.attempt)
         self.sealed = meeting.is_last if result else self.sealed
+        for d in self.core.rounds.live - self.live:  # who joins at this commit takes what its leader has
+            self.live.add(d)
+            self.averages[d] = self.averages[drafter]
         if result and result.is_last and not self.core.stopping and not self._all_settled():
             raise BrokenPromiseError("a meeting was called the last one, but rows are left")
 
@@ -183,10 +187,15 @@ class World:
     def _drafter_fault(self, fault: Fault, drafter: SimDrafter) -> bool:
         if drafter.at is At.OVER:
             return False
-        if fault is Fault.DRAFTER_LOST:
+        if fault <= Fault.DRAFTER_REPLACED:
             self.live.discard(drafter.index)
-            self.core.drafter_lost(drafter.index)
+            if drafter.asking or drafter.at is not At.JOIN:
+                self.core.drafter_lost(drafter.index)
             drafter.at = At.OVER
+            if fault is Fault.DRAFTER_REPLACED:
+                self.workers[self.workers.index(drafter)] = SimDrafter(len(self.weights), At.JOIN)
+                self.weights.append(0)
+                self.averages.append(0)
             return True
         if not drafter.hand or drafter.asking:
             return False

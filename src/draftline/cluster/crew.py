@@ -1,0 +1,179 @@
+"""The actors of a run: made, watched, replaced. Used by the driver's one thread.
+
+consumes     a placement, a work order
+produces     members: each a worker of the core with its actor; references that become ready when something happened
+waits for    nothing itself: the driver waits for all references at once (see driver.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from draftline.cluster.demand import Seat
+from draftline.cluster.joining import NAMESPACE, Placement
+from draftline.cluster.messages import Card, QueueSetup
+from draftline.cluster.orders import WorkOrder
+from draftline.cluster.queue import QueueActor
+from draftline.cluster.workers import DrafterActor, TargetActor
+from draftline.errors import DraftlineError
+from draftline.pipeline.core import Worker, drafter_worker, target_worker
+
+ASK_THREADS, SPARE_WAITERS = 8, 64
+ACTOR_THREADS = 4
+State = Literal["loading", "working", "over"]
+
+
+class RefusedError(DraftlineError):
+    """A worker could not start; the line and the exit code are those that it found itself."""
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(line)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker and its actor.
+
+    Attributes:
+        worker: as the core knows it; a replacement has a number of its own.
+        seat: as people know it; a replacement sits where the lost one sat.
+        bundle: of the placement group; None for one that was added later.
+        replaces: the worker that was lost.
+    """
+
+    worker: Worker
+    seat: Seat
+    bundle: int | None
+    actor: Any
+    state: State = "loading"
+    card: Card | None = None
+    replaces: Worker | None = None
+
+
+class Crew:
+    """All members of a run.
+
+    Args:
+        order: told to every worker.
+        placement: of the first members' seats.
+        seats: in order of the placement's bundles.
+    """
+
+    def __init__(self, order: WorkOrder, placement: Placement, seats: Sequence[Seat]) -> None:
+        self._order, self._placement = order, placement
+        self.members: list[Member] = []
+        self._next = {"target": 0, "drafter": 0}
+        for bundle, seat in enumerate(seats):
+            self.hire(seat, bundle)
+
+    def hire(self, seat: Seat, bundle: int | None, replaces: Worker | None = None) -> Member:
+        """Starts an actor for a seat; it is not ready before `ready_ref` is."""
+        role = seat.name.partition("-")[0]
+        number = self._next[role]
+        self._next[role] += 1
+        actor_class: Any = TargetActor if role == "target" else DrafterActor
+        options: dict[str, Any] = {
+            "num_cpus": seat.resources.get("CPU", 0),
+            "num_gpus": seat.resources.get("GPU", 0),
+            "resources": {k: v for k, v in seat.resources.items() if k not in ("CPU", "GPU")},
+            "max_restarts": 0,
+            "max_concurrency": ACTOR_THREADS,
+        }
+        if bundle is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._placement.group, placement_group_bundle_index=bundle
+            )
+        actor = ray.remote(actor_class).options(**options).remote(self._order, number, seat.place, seat.name)
+        worker = target_worker(number) if role == "target" else drafter_worker(number)
+        member = Member(worker, seat, bundle, actor, replaces=replaces)
+        self.members.append(member)
+        return member
+
+    def of(self, role: str, state: State | None = None) -> list[Member]:
+        """Members of one role, in the state if one is given."""
+        return [m for m in self.members if m.worker.role == role and state in (None, m.state)]
+
+    def all_ready(self) -> None:
+        """Waits until everybody hired so far has loaded what it needs.
+
+        Raises:
+            RefusedError: one of them could not.
+        """
+        refs = {member.actor.ready.remote(): member for member in self.members}
+        while refs:
+            (ref,), _ = ray.wait(list(refs), num_returns=1)
+            member = refs.pop(ref)
+            member.card = checked_card(ref, member)
+
+    def dismiss(self) -> None:
+        """Ends all actors that are left."""
+        for member in self.members:
+            ray.kill(member.actor, no_restart=True)
+            member.state = "over"
+
+
+def checked_card(ref: Any, member: Member) -> Card:
+    """A worker's card.
+
+    Raises:
+        RefusedError: bad input, or its process died while it loaded.
+    """
+    try:
+        card: Card = ray.get(ref)
+    except exceptions.RayError as error:
+        line = f"{member.seat.name} could not start: {last_line(error)}"
+        raise RefusedError(line, 1) from error
+    if card.error:
+        raise RefusedError(f"{member.seat.name} on {card.host}: {card.error}", card.exit_code)
+    return card
+
+
+def last_line(error: BaseException) -> str:
+    """What an error of Ray's says, without the tracebacks of other hosts above it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def start_queue(setup: QueueSetup, n_workers: int) -> Any:
+    """The queue actor, on the host of this process, with a thread for every worker that may wait."""
+    node = ray.get_runtime_context().get_node_id()
+    groups = {"ask": ASK_THREADS, "wait": 2 * n_workers + SPARE_WAITERS}
+    actor_class: Any = ray.remote(concurrency_groups=groups)(QueueActor)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return actor_class.options(
+        name=queue_name(setup.contract.run_id),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_concurrency=ASK_THREADS,
+        scheduling_strategy=strategy,
+    ).remote(setup)
+
+
+def queue_name(run_id: str) -> str:
+    """Under which the cluster knows a run's queue."""
+    return f"queue-{run_id}"
+
+
+class Watch:
+    """References and what to do when each becomes ready. Waits for all of them at once: no polling."""
+
+    def __init__(self) -> None:
+        self._todo: dict[Any, Callable[[Any], None]] = {}
+
+    def add(self, ref: Any, act: Callable[[Any], None]) -> None:
+        """Calls `act(ref)` once, in the thread of `wait`, when `ref` is ready or has failed."""
+        self._todo[ref] = act
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits for the next one and acts; False if none came in time."""
+        ready, _ = ray.wait(list(self._todo), num_returns=1, timeout=timeout_s)
+        for ref in ready:
+            self._todo.pop(ref)(ref)
+        return bool(ready)

@@ -1,0 +1,234 @@
+"""Connecting to a Ray cluster and placing workers on it; everything that can be wrong with that is one line.
+
+consumes     an address, the seats of a run
+produces     a placement group with one bundle a seat, and the hosts they are on, looked over
+waits for    hosts and GPUs that are missing, only if `cluster.wait_s` says so
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from draftline.cluster.demand import STORE_SHARE, Host, Seat, shortage, unplaced
+from draftline.cluster.probe import HostFacts, host_facts, require_alike
+from draftline.errors import UserError
+
+CONNECT_S, PROBE_S = 5.0, 120.0
+SETTLE_S = 10.0  # in which a run that has just ended gives its places back
+AUTO = "auto"
+OPTION = "--cluster"
+NAMESPACE = "draftline"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the seats of a run are.
+
+    Attributes:
+        group: Ray's placement group; bundle i is seat i.
+        nodes: Ray's id of each seat's host.
+    """
+
+    group: Any
+    nodes: tuple[str, ...]
+
+
+def require_ray() -> None:
+    """Raises UserError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("Ray is not installed", where=OPTION, mend="pip install 'draftline[cluster]'")
+
+
+@contextmanager
+def connected(address: str, *, store_bytes: int, cpus: int) -> Iterator[str]:
+    """Connected to the cluster at `address`; yields its address.
+
+    Args:
+        address: HOST:PORT of a head node, or `auto`: the cluster that this host belongs to, or else one of this host
+            alone, which ends with the run.
+        store_bytes, cpus: of a cluster that is started here.
+
+    Raises:
+        UserError: Ray is missing, or there is no cluster.
+    """
+    require_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield str(ray.get_runtime_context().gcs_address)
+        return
+    _connect(address, store_bytes, cpus)
+    try:
+        yield str(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str, store_bytes: int, cpus: int) -> None:
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+    if address != AUTO:
+        _require_listener(address)
+    try:
+        ray.init(address=address, **quiet)
+        return
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address != AUTO or os.environ.get("RAY_ADDRESS"):
+            raise _no_cluster(os.environ.get("RAY_ADDRESS", address), str(error).splitlines()[0]) from error
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        object_store_memory=max(int(store_bytes / STORE_SHARE), 80 << 20),
+        include_dashboard=False,
+        **quiet,
+    )
+
+
+def _require_listener(address: str) -> None:
+    """Ray's own client tries for a long time before it says that nobody is there."""
+    if address.startswith("ray://"):
+        mend = "give HOST:PORT of the head node, or run on the head node with --cluster auto"
+        raise UserError(f"{address} is a Ray client address, through which no rows can go", where=OPTION, mend=mend)
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_cluster(address, getattr(error, "strerror", None) or str(error)) from error
+
+
+def _no_cluster(address: str, why: str) -> UserError:
+    return UserError(
+        f"no Ray cluster at {address} ({why})",
+        where=OPTION,
+        mend="start one with `ray start --head --port=6379` and give HOST:6379, or use --cluster auto on its head node",
+    )
+
+
+def hosts(*, whole: bool = False) -> list[Host]:
+    """Hosts that are alive, with what is free; `whole`: with all that they have."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        Host(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"] if whole else free.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def place(seats: Sequence[Seat], *, strategy: str, wait_s: float) -> Placement:
+    """Reserves room for all seats.
+
+    Raises:
+        UserError: there is not enough, or not within `wait_s`; says what is missing and what is free where.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    if not wait_s and unplaced(seats, hosts(whole=True)):
+        _require_room(seats, "")
+    patience_s = max(wait_s, SETTLE_S)
+    group = placement_group([dict(seat.resources) for seat in seats], strategy=strategy)
+    if not group.wait(timeout_seconds=patience_s):
+        remove_placement_group(group)
+        _require_room(seats, f" after {patience_s:g} s")
+        raise UserError(
+            f"Ray did not place {len(seats)} workers within {patience_s:g} s",
+            where=OPTION,
+            mend="see `ray status` for what else asks for the same hosts",
+        )
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return Placement(group, tuple(nodes[i] for i in range(len(seats))))
+
+
+def _require_room(seats: Sequence[Seat], when: str) -> None:
+    line = shortage(seats, hosts())
+    if line is not None:
+        mend = "add hosts, name fewer devices, or set cluster.wait_s to wait for them"
+        raise UserError(line + when, where=OPTION, mend=mend)
+
+
+def look_over(placement: Placement, paths: Sequence[str]) -> None:
+    """Asks every host that got a worker whether it runs the same code and sees the same files.
+
+    Raises:
+        UserError: names the host and what differs.
+    """
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    addresses = {host.node: host.address for host in hosts()}
+    asked: dict[str, Any] = {}
+    for bundle, node in enumerate(placement.nodes):
+        if node not in asked:
+            strategy = PlacementGroupSchedulingStrategy(placement.group, placement_group_bundle_index=bundle)
+            task = ray.remote(host_facts).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            asked[node] = task.remote(addresses.get(node, node), list(paths))
+    facts = [_answer(addresses.get(node, node), ref) for node, ref in asked.items()]
+    require_alike(host_facts("head", []), facts)
+
+
+def _answer(address: str, ref: Any) -> HostFacts:
+    import ray
+    from ray import exceptions
+
+    try:
+        facts: HostFacts = ray.get(ref, timeout=PROBE_S)
+        return facts
+    except (exceptions.RayError, ImportError, AttributeError) as error:
+        why = str(error).strip().splitlines()[-1][:200]
+        raise UserError(
+            f"draftline does not run there ({why})",
+            where=f"host {address}",
+            mend="install the same draftline, with its extra `cluster`, on all hosts",
+        ) from error
+
+
+def require_store(placement: Placement, needed: int) -> None:
+    """The object store of every host with a worker holds what may be alive at once, so that nothing is spilled.
+
+    Raises:
+        UserError: names the host, what it has and what it needs.
+    """
+    import ray
+
+    for node in ray.nodes():
+        if node["NodeID"] not in placement.nodes:
+            continue
+        there = int(node["Resources"].get("object_store_memory", 0))
+        if there * STORE_SHARE < needed:
+            raise UserError(
+                f"its object store has {there / 2**20:.0f} MiB, {needed / STORE_SHARE / 2**20:.0f} MiB are needed for "
+                "all rows that may be alive at once",
+                where=f"host {node['NodeManagerAddress']}",
+                mend=f"start it with `ray start --object-store-memory={int(needed / STORE_SHARE) + 1}`, or lower "
+                "pipeline.hs_queue_depth or data.row_tokens",
+            )
+
+
+def spilled_bytes() -> int:
+    """Bytes that hosts of the cluster have spilled to disk since they started."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    total = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False)
+            total += stats.store_stats.spilled_bytes_total
+    return total

@@ -1,0 +1,85 @@
+"""Looking into a run on a cluster, and doing things to it while it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from draftline.cluster.control import ADDRESS_FILE
+from draftline.cluster.joining import NAMESPACE
+
+MEMORY = 200 << 20
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """Ray's worker processes that run an actor of that class."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words and words[0].startswith(f"ray::{name}"):
+            found.append(process)
+    return found
+
+
+def kill_one(name: str) -> None:
+    """SIGKILL to one actor of that class."""
+    victim = processes(name)[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait(20)
+
+
+def queue_of(run: Path) -> Any:
+    """The queue actor of a run that goes on, or None while it has not begun."""
+    file = run / ADDRESS_FILE
+    if not file.exists():
+        return None
+    try:
+        return ray.get_actor(json.loads(file.read_text())["queue"], namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+class Meanwhile(threading.Thread):
+    """Does things to a run when it has committed so many rows; `check` raises what went wrong here."""
+
+    def __init__(self, run: Path, *deeds: tuple[int, Callable[[], None]]) -> None:
+        super().__init__(daemon=True)
+        self.run_folder, self.deeds = run, list(deeds)
+        self.done: list[int] = []
+        self.error: Exception | None = None
+        self.stats: list[Any] = []
+
+    def run(self) -> None:
+        try:
+            for rows, deed in self.deeds:
+                self._wait_for(rows)
+                deed()
+                self.done.append(rows)
+        except Exception as error:  # noqa: BLE001  raised again by `check`
+            self.error = error
+
+    def _wait_for(self, rows: int) -> None:
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            queue = queue_of(self.run_folder)
+            if queue is not None:
+                self.stats.append(ray.get(queue.stats.remote()))
+                if self.stats[-1].ledger.committed >= rows:
+                    return
+            time.sleep(0.1)
+        raise TimeoutError(f"{rows} rows were never committed")
+
+    def check(self) -> None:
+        self.join(10)
+        if self.error is not None:
+            raise self.error
+        assert len(self.done) == len(self.deeds), self.done

@@ -1,0 +1,108 @@
+"""Hosts as network namespaces: separate addresses on one bridge, a raylet in each, links that can be cut.
+
+Needs the right to make network namespaces. `possible` says whether that is so here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+TAG = f"dl{os.getpid() % 10000}"
+BRIDGE, NET = f"{TAG}br", "10.213.77"
+RAY = Path(sys.executable).with_name("ray")
+PORT = 6379
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def possible() -> bool:
+    """True if this process may make network namespaces."""
+    try:
+        ip("netns", "add", f"{TAG}probe")
+        ip("netns", "del", f"{TAG}probe")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+class Hosts:
+    """`n` hosts on one bridge; host 0 is the head. Use as a context manager."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __enter__(self) -> Hosts:
+        ip("link", "add", BRIDGE, "type", "bridge")
+        ip("link", "set", BRIDGE, "up")
+        for number in range(self.n):
+            name, outer = self.name(number), self.outer(number)
+            ip("netns", "add", name)
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", outer, "master", BRIDGE)
+            ip("link", "set", outer, "up")
+            for words in (["addr", "add", f"{self.address(number)}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                ip("-n", name, *words)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", f"{NET}.254")  # nobody is there; hosts have a route
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in range(self.n):
+            self.kill(number)
+            subprocess.run(["ip", "netns", "del", self.name(number)], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+
+    def name(self, number: int) -> str:
+        return f"{TAG}h{number}"
+
+    def outer(self, number: int) -> str:
+        return f"{TAG}v{number}"
+
+    def address(self, number: int) -> str:
+        return f"{NET}.{number + 1}"
+
+    def command(self, number: int, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name(number), *words]
+
+    def start_ray(self, number: int, *options: str) -> None:
+        where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if number == 0 else [f"--address={self.head}"]
+        words = ["start", *where, f"--node-ip-address={self.address(number)}", "--disable-usage-stats", *options]
+        done = subprocess.run(self.command(number, str(RAY), *words), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @property
+    def head(self) -> str:
+        return f"{self.address(0)}:{PORT}"
+
+    def processes(self, number: int, title: str = "") -> list[psutil.Process]:
+        """Processes of a host, with a title that begins so."""
+        words = ["ip", "netns", "pids", self.name(number)]
+        pids = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+        found = []
+        for pid in map(int, pids):
+            try:
+                process = psutil.Process(pid)
+                if (process.cmdline() or [""])[0].startswith(title):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def kill(self, number: int) -> None:
+        """The host is gone: every process in it, at once."""
+        for process in self.processes(number):
+            process.kill()
+
+    def cut(self, number: int, seconds: float) -> None:
+        """Nothing reaches the host for a while."""
+        ip("link", "set", self.outer(number), "down")
+        time.sleep(seconds)
+        ip("link", "set", self.outer(number), "up")
