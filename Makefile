@@ -71,7 +71,7 @@ simulate: $(VENV)/.base
 
 # Kills a real run at random moments and resumes it; a few seconds a kill and job. Exits 1 at the first broken promise;
 # cut off, it goes on where it was.
-chaos: $(VENV)/.base
+chaos: $(VENV)/.tools
 	$(BIN)/python scripts/chaos.py --kills $(KILLS) --seed $(SEED) --jobs $(CHAOS_JOBS) --work build/chaos \
 		--output benchmarks/results/chaos.json
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from draftline.config.schema import TargetConfig
+from draftline.target.gguf_once import read_gguf_once
 from draftline.target.load import load_target, load_tokenizer
 
 
@@ -19,8 +21,9 @@ def unpack_target(config: TargetConfig, folder: Path) -> TargetConfig:
     Returns:
         the configuration of the same target in its new place.
     """
-    tokenizer = load_tokenizer(config)
-    target = load_target(config.model_copy(update={"dtype": "float32"}), "cpu", tokenizer=tokenizer)
+    with read_gguf_once() if config.model.endswith(".gguf") else nullcontext():
+        tokenizer = load_tokenizer(config)
+        target = load_target(config.model_copy(update={"dtype": "float32"}), "cpu", tokenizer=tokenizer)
     hf_config = copy.deepcopy(target.model.config)
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
