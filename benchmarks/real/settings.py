@@ -72,10 +72,10 @@ class Settings:
 TINY = Settings(
     gsm8k_train=12,
     gsm8k_kept=3,
-    arena_kept=2,
+    arena_kept=6,
     general_kept=2,
     dev_kept=2,
-    max_prompt_tokens=96,
+    max_prompt_tokens=200,
     max_new_tokens=12,
     batch=8,
     row_tokens=256,
@@ -98,5 +98,5 @@ TINY = Settings(
     mark_prompts=1,
     peer_samples=2,
     peer_anchors=4,
-    peer_tokens=108,
+    peer_tokens=212,
 )

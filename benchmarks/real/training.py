@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftline.config.drafter_spec import DrafterSpec
-from draftline.config.schema import OptimizerConfig, ScheduleConfig
+from draftline.config.schema import ScheduleConfig
 from draftline.drafter.compile_cache import compiled_kernels, process_cache
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
@@ -22,6 +22,7 @@ from draftline.drafter.warm_start import start_from_target
 from draftline.pipeline.workers import borrow
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
+from muon import MuonMasters
 from settings import Settings
 from states import rows_in_turn
 from variants import Variant
@@ -114,46 +115,6 @@ def train_for(
         spent_s += time.perf_counter() - begin
         snapshots.append(Snapshot(spent_s, steps, trainer.weights()))
     return Course(warm_s, spent_s, steps, snapshots)
-
-
-class MuonMasters(MasterOptimizer):
-    """Muon on matrices and AdamW on norms, over the same fp32 masters.
-
-    Muon's update is scaled to the size of AdamW's (`match_rms_adamw`), so that one learning rate serves both.
-    """
-
-    def __init__(self, module: torch.nn.Module, config: OptimizerConfig) -> None:
-        super().__init__(module, config)
-        self._matrices = [m for m in self.masters if m.ndim == 2]
-        self.muon = torch.optim.Muon(
-            self._matrices,
-            lr=config.learning_rate,
-            weight_decay=0.0,
-            momentum=0.95,
-            ns_steps=5,
-            adjust_lr_fn="match_rms_adamw",
-        )
-
-    def _apply(self, scale: Tensor, blocked: Tensor) -> None:
-        # A blocked step gives Muon zeros; AdamW below leaves everything alone then.
-        shown = torch.where(blocked, torch.zeros_like(scale), scale)
-        for group in self.muon.param_groups:
-            group["lr"] = self.adamw.param_groups[0]["lr"]
-        for place, master in enumerate(self.masters):
-            if master.ndim == 2:
-                master.grad = self._gradients[place].nan_to_num() * shown
-        self.muon.step()
-        norms = [(m, g) for m, g in zip(self.masters, self._gradients, strict=True) if m.ndim < 2]
-        for master in self._matrices:
-            master.grad = None
-        for master, gradient in norms:
-            master.grad = gradient
-        self.adamw.grad_scale = 1.0 / scale  # type: ignore[attr-defined]
-        self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        for master in self.masters:
-            master.grad = None
-        self.refresh()
 
 
 class OurTrainer:

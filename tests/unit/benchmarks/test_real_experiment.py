@@ -197,7 +197,7 @@ def test_kept_prompts_are_the_last_of_gsm8k_and_in_no_other_part(real, tmp_path)
     files = real.prompts.PromptFiles(tmp_path / "gsm8k.jsonl", tmp_path / "arena.jsonl", tmp_path, tmp_path / "a.gz")
     parts = real.prompts.split_all(files, real.settings.TINY)
     assert [row["id"] for row in parts["gsm8k"]] == ["gsm8k-37", "gsm8k-38", "gsm8k-39"]
-    assert [row["id"] for row in parts["dev"]] == ["gsm8k-35", "gsm8k-36"] and len(parts["arena"]) == 2
+    assert [row["id"] for row in parts["dev"]] == ["gsm8k-35", "gsm8k-36"] and len(parts["arena"]) == 6
     ids = [row["id"] for rows in parts.values() for row in rows]
     assert len(ids) == len(set(ids)) and sum(i.startswith("gsm8k") for i in ids) == 12 + 5
 
