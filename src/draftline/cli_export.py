@@ -14,7 +14,7 @@ def export(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; must not exist.")] = None,
     form: Annotated[str | None, typer.Option("--format", help="zlab (dflash, vLLM, SGLang) or speculators.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32, or fp8 (MLP and o_proj in 8 bits).")] = "bfloat16",
     target: Annotated[
         str | None, typer.Option("--target", help="Target as servers find it: hub id or folder. Default: the run's.")
     ] = None,
@@ -24,6 +24,12 @@ def export(
     ] = None,
     server: Annotated[list[str] | None, typer.Option(help="With --check: dflash, vllm or sglang.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: newest, best (by validation), or a round.")] = "newest",
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Draft only so many tokens, the commonest (speculators' format).")
+    ] = None,
+    vocab_data: Annotated[
+        Path | None, typer.Option(help="Prepared data in which they are counted. Default: the run's.")
+    ] = None,
 ) -> None:
     """Write a drafter in a format that servers load, or check one."""
     from draftline.pipeline.exporting import check_command, export_command
@@ -33,13 +39,20 @@ def export(
         typer.echo("\n".join(lines))
         raise typer.Exit(0 if good else 2)
     lines = export_command(
-        source, output, form=form, dtype=dtype, target=target, reports=report or [], checkpoint=checkpoint
+        source,
+        output,
+        form=form,
+        dtype=dtype,
+        target=target,
+        reports=report or [],
+        checkpoint=checkpoint,
+        vocabulary=None if draft_vocab_size is None else (draft_vocab_size, vocab_data),
     )
     typer.echo("\n".join(lines))
 
 
 def import_(
-    checkpoint: Annotated[Path, typer.Argument(help="DFlash drafter in z-lab's or speculators' format.")],
+    checkpoint: Annotated[Path, typer.Argument(help="DFlash or DFlash2 drafter in z-lab's or speculators' format.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
     target: Annotated[
         str | None, typer.Option("--target", help="Its target; speculators' format does not tell its layers.")

@@ -107,6 +107,23 @@ def test_what_speculators_saves_is_read_back_bit_for_bit(tmp_path: Path, target_
     assert (again.spec.block_size, again.spec.mask_token_id) == (ours.spec.block_size, ours.spec.mask_token_id)
 
 
+@torch.no_grad()
+def test_a_pruned_vocabulary_drafts_the_same_tokens_in_their_class(tmp_path: Path, target_dir: Path) -> None:
+    kept = (0, 2, 3, 7, 8, 11)
+    target, drafter = wrap(Qwen3ForCausalLM.from_pretrained(target_dir)), Drafter(tiny_spec(draft_vocabulary=kept))
+    head_DH = target.head.weight_VH[list(kept)]
+    path = export_speculators(drafter, tmp_path / "x", _verifier(target_dir), "float32", head_DH=head_DH)
+    theirs, bound = _theirs(path), BoundDrafter(load_drafter_export(path), target)
+    hidden_KH = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    drafts_K = theirs.lm_head(hidden_KH).argmax(-1)
+    assert (drafts_K + theirs.d2t[drafts_K]).tolist() == bound.head(hidden_KH).argmax(-1).tolist()
+    assert torch.equal(theirs.t2d.nonzero().flatten(), torch.tensor(kept))
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_drafter_export(tmp_path / "theirs", num_target_layers=4)
+    assert again.spec.draft_vocabulary == kept
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
+
+
 def test_what_their_converter_makes_of_our_export_is_read_and_its_trap_is_seen(
     tmp_path: Path, target_dir: Path
 ) -> None:

@@ -5,6 +5,7 @@ It is written into every checkpoint and export; a drafter built from it alone gi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,8 +19,19 @@ InBlockAttention = Literal["zlab", "causal", "bidirectional"]
 WindowOrigin = Literal["query", "anchor"]
 
 
+class Dflash2Spec(BaseModel):
+    """What a DFlash2 drafter has beyond a DFlash one: short convolutions inside a block, and a candidate selector."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    conv_kernel_size: int = Field(default=2, ge=1)
+    conv_group_size: int = Field(default=16, ge=1)
+    selector_rank: int = Field(default=256, ge=1)
+    selector_top_k: int = Field(default=16, ge=1)
+
+
 class DrafterSpec(BaseModel):
-    """Architecture of a DFlash drafter. Sizes are counts of elements; `taps` are 0-based decoder layer ids."""
+    """Architecture of a drafter, DFlash or DFlash2. Sizes are counts of elements; `taps` 0-based decoder layer ids."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +64,11 @@ class DrafterSpec(BaseModel):
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
 
+    # None: a DFlash drafter.
+    dflash2: Dflash2Spec | None = None
+    # Ids that can be drafted, rising; the head has only their rows. None: the whole vocabulary.
+    draft_vocabulary: tuple[int, ...] | None = Field(default=None, min_length=1)
+
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -74,7 +91,33 @@ class DrafterSpec(BaseModel):
             )
         if len(set(self.taps)) != len(self.taps) or list(self.taps) != sorted(self.taps):
             raise ValueError(f"taps {list(self.taps)} must rise and not repeat")
+        self._check_dflash2()
+        self._check_vocabulary()
         return self
+
+    def _check_dflash2(self) -> None:
+        if self.dflash2 is None:
+            return
+        group, kernel, top_k = (
+            self.dflash2.conv_group_size,
+            self.dflash2.conv_kernel_size,
+            self.dflash2.selector_top_k,
+        )
+        if self.hidden_size % group:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {group}")
+        if kernel > self.block_size:
+            raise ValueError(f"conv_kernel_size {kernel} is above block_size {self.block_size}")
+        if top_k > self.vocab_size:
+            raise ValueError(f"selector_top_k {top_k} is above the vocabulary of {self.vocab_size}")
+
+    def _check_vocabulary(self) -> None:
+        ids = self.draft_vocabulary
+        if ids is None:
+            return
+        if self.dflash2 is not None:
+            raise ValueError("draft_vocabulary: a DFlash2 drafter drafts from the whole vocabulary")
+        if not (ids[0] >= 0 and ids[-1] < self.vocab_size and all(a < b for a, b in itertools.pairwise(ids))):
+            raise ValueError(f"draft_vocabulary must rise within 0..{self.vocab_size - 1}")
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

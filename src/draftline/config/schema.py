@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from draftline.config.cluster import ClusterConfig
+from draftline.config.dflash2 import Dflash2Config, SelectorObjective
 from draftline.config.drafter_spec import InBlockAttention, WindowOrigin
 from draftline.config.sections import Section, StatesConfig, TargetConfig
 
@@ -33,9 +35,12 @@ class SlidingWindowConfig(Section):
 
 
 class DrafterConfig(Section):
-    """The model in training: a DFlash drafter in z-lab's checkpoint format. Null sizes are taken from the target."""
+    """The model in training: a drafter in z-lab's checkpoint format. Null sizes are taken from the target."""
 
-    kind: Literal["dflash"] = "dflash"
+    kind: Literal["dflash", "dflash2"] = Field(
+        default="dflash", description="dflash2: with convolutions inside a block and a candidate selector."
+    )
+    dflash2: Dflash2Config | None = Field(default=None, description="Of kind dflash2; null: its defaults.")
     num_layers: int = Field(default=5, ge=1, description="Decoder layers of the drafter.")
     block_size: int = Field(default=16, ge=2, description="Slots of a block: the anchor token and B-1 mask tokens.")
     mask_token_id: int = Field(ge=0, description="An embedding row of the target that text never uses.")
@@ -64,6 +69,8 @@ class DrafterConfig(Section):
             raise ValueError(
                 f"drafter.init_layers names {len(self.init_layers)} layers for {self.num_layers} drafter layers"
             )
+        if self.dflash2 is not None and self.kind != "dflash2":
+            raise ValueError(f"drafter.dflash2 is for drafter.kind dflash2, drafter.kind is {self.kind}")
         if self.init == "checkpoint" and self.init_from is None:
             raise ValueError("drafter.init checkpoint needs drafter.init_from, the folder of an export")
         if self.sliding is not None:
@@ -126,6 +133,7 @@ class ObjectiveConfig(Section):
     reverse_kl_weight: float = Field(default=0.0, ge=0, description="Weight of the reverse KL.")
     cap_weight: float = Field(default=0.0, ge=0, description="Confidence loss on correct slots (CAP).")
     cap_temperature: float = Field(default=1.0, gt=0, description="Softens the draft in CAP.")
+    selector: SelectorObjective = SelectorObjective()
     feature_noise: FeatureNoise = FeatureNoise()
     token_noise_prob: float = Field(default=0.0, ge=0, le=1, description="Chance that an anchor token is replaced.")
     head: Literal["fused", "checkpointed"] = Field(
@@ -314,6 +322,20 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     states: StatesConfig = StatesConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _check_selector(self) -> Self:
+        if self.drafter.kind == "dflash2" and self.objective.labels == "target":
+            raise ValueError(
+                "objective.labels target is not possible with drafter.kind dflash2, whose selector learns from the "
+                "data's tokens; set objective.labels: data"
+            )
+        if self.drafter.kind != "dflash2" and self.objective.selector != SelectorObjective():
+            raise ValueError(
+                f"objective.selector is for drafter.kind dflash2, drafter.kind is {self.drafter.kind}; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_states(self) -> Self:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draftline.decode.tree import DraftTree, Marginals, best_first, build_tree
+from draftline.decode.path_tree import PathMarginals, best_paths, tree_of
+from draftline.decode.tree import DraftTree, Marginals, best_first
 from draftline.errors import UserError
 
 
@@ -23,7 +24,7 @@ class BudgetRule(Protocol):
     def largest(self) -> int:
         """Most drafts of any tree."""
 
-    def grow(self, marginals: Marginals) -> DraftTree:
+    def grow(self, marginals: Marginals | PathMarginals) -> DraftTree:
         """The tree of one round, of at most `largest` drafts."""
 
 
@@ -37,9 +38,9 @@ class FixedBudget:
         if self.largest < 1:
             raise UserError(f"a tree budget of {self.largest} drafts nothing", where="decode", mend="give at least 1")
 
-    def grow(self, marginals: Marginals) -> DraftTree:
+    def grow(self, marginals: Marginals | PathMarginals) -> DraftTree:
         """The `largest` likeliest prefixes, or fewer if there are no more."""
-        return build_tree(marginals, self.largest)
+        return tree_of(marginals, self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,13 @@ class AdaptiveBudget:
         """Drafts of the largest tree that the curve knows."""
         return self.curve.largest
 
-    def grow(self, marginals: Marginals) -> DraftTree:
+    def grow(self, marginals: Marginals | PathMarginals) -> DraftTree:
         """The tree at which expected tokens per second are highest."""
         tree = DraftTree()
         tokens = 1.0
         rate = tokens / self.curve.round_s(0)
-        for node in best_first(marginals):
+        nodes = best_paths(marginals) if isinstance(marginals, PathMarginals) else best_first(marginals)
+        for node in nodes:
             tokens += math.exp(node.log_prob)
             new_rate = tokens / self.curve.round_s(len(tree) + 1)
             if new_rate < rate:

@@ -10,6 +10,8 @@ Shape letters: S new context tokens, F tap features, B slots, K = B - 1 drafts, 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +20,15 @@ from torch.nn import functional as F
 from draftline.decode.generation import Generation
 from draftline.decode.linear import linear_steps
 from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
-from draftline.decode.steps import DraftModel, Request, RoundContext, Task, drafted, run_steps
+from draftline.decode.steps import Drafted, DraftModel, Request, RoundContext, Task, drafted, run_steps
 from draftline.decode.target_session import TargetSession
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.config.drafter_spec import DrafterSpec
-    from draftline.drafter.model import Drafter, DrafterCache
+    from draftline.drafter.context_cache import DrafterCache
+    from draftline.drafter.model import Drafter
+    from draftline.records import FrozenHead
     from draftline.target.load import LoadedTarget
 
 
@@ -42,6 +46,7 @@ class BoundDrafter:
         self._spec = drafter.spec
         self._dtype = next(drafter.parameters()).dtype
         self.cache: DrafterCache | None = None
+        self._head, self._kept_D = _draft_head(drafter.spec, target)
 
     @property
     def block_size(self) -> int:
@@ -69,7 +74,9 @@ class BoundDrafter:
 
     def fork(self) -> BoundDrafter:
         """The same weights with a context of its own, for another prompt."""
-        return BoundDrafter(self.drafter, self._target)
+        other = copy(self)
+        other.cache = None
+        return other
 
     def block_ids(self, context: RoundContext) -> torch.Tensor:
         """Token ids [B] of a block: the newest token, then masks."""
@@ -77,14 +84,27 @@ class BoundDrafter:
         ids_B[0] = context.tokens[-1]
         return ids_B
 
-    def block_logits(self, context: RoundContext) -> torch.Tensor:
-        """Logits [B - 1, V] of the drafted slots of one block; the context's new taps enter the cache."""
+    def block_logits(self, context: RoundContext) -> Drafted:
+        """Logits [B - 1, V] of the drafted slots of one block, or the scores of a candidate selector's paths.
+
+        The context's new taps enter the cache.
+        """
         assert self.cache is not None, "block_logits before start"
         assert context.new_taps_SF is not None, "a drafter needs tap features"
         taps_SF = context.new_taps_SF.to(self._dtype)
         block_BH = self.embed(self.block_ids(context))
         hidden_BH = self.drafter.forward_block(block_BH, taps_SF, self.cache, context.start)
-        return self.head(hidden_BH[1:])
+        return self.draft(hidden_BH[1:], context.tokens[-1])
+
+    def draft(self, hidden_KH: torch.Tensor, anchor: int) -> Drafted:
+        """What the drafter's output at slots 1..K drafts behind the anchor's token."""
+        selector = self.drafter.candidate_selector
+        logits_KV = self.head(hidden_KH)
+        if selector is None:
+            return logits_KV
+        best = logits_KV.topk(selector.top_k, dim=-1)
+        anchor_1 = torch.tensor([anchor], device=hidden_KH.device)
+        return selector.paths(hidden_KH[None], best.values[None], best.indices[None], anchor_1)
 
     def embed(self, ids_B: torch.Tensor) -> torch.Tensor:
         """The target's embedding rows [B, H], scaled, in the drafter's dtype."""
@@ -92,13 +112,30 @@ class BoundDrafter:
         return (rows_BH * self._spec.input_embedding_scale).to(self._dtype)
 
     def head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-        """The target's output matrix, with the multiplier and soft cap of the drafter's own configuration."""
-        head = self._target.head
+        """The target's output matrix, with the multiplier and soft cap of the drafter's own configuration.
+
+        Of a pruned vocabulary only the kept rows are multiplied; the other tokens get -inf.
+        """
+        head = self._head
         logits_KV = F.linear(hidden_KH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
         if self._spec.output_multiplier != 1.0:
             logits_KV = logits_KV * self._spec.output_multiplier
         cap = self._spec.final_logit_softcapping
-        return torch.tanh(logits_KV / cap) * cap if cap else logits_KV
+        logits_KV = torch.tanh(logits_KV / cap) * cap if cap else logits_KV
+        if self._kept_D is None:
+            return logits_KV
+        whole_KV = logits_KV.new_full((len(logits_KV), self._spec.vocab_size), -torch.inf)
+        return whole_KV.index_copy(-1, self._kept_D, logits_KV)
+
+
+def _draft_head(spec: DrafterSpec, target: LoadedTarget) -> tuple[FrozenHead, torch.Tensor | None]:
+    """The head's rows that are drafted from, and their ids [D]; None: all."""
+    head = target.head
+    if spec.draft_vocabulary is None:
+        return head, None
+    kept_D = torch.tensor(spec.draft_vocabulary, device=head.weight_VH.device)
+    bias_D = None if head.bias_V is None else head.bias_V[kept_D]
+    return replace(head, weight_VH=head.weight_VH[kept_D], bias_V=bias_D), kept_D
 
 
 def check_match(drafter: Drafter, target: LoadedTarget) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from draftline.decode.budget import CostCurve
 from draftline.decode.generation import device_clock
-from draftline.decode.steps import DraftModel, RoundContext, SoloSession
+from draftline.decode.path_tree import block_marginals, tree_of
+from draftline.decode.steps import Drafted, DraftModel, RoundContext, SoloSession
 from draftline.decode.target_session import TargetSession
-from draftline.decode.tree import build_tree, top_marginals
 from draftline.decode.tree_generate import tree_inputs
+from draftline.drafter.selector import PathScores
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -53,17 +55,17 @@ def measure_cost_curve(
     _, taps_SF = session.prefill(prompt_ids)
     drafter.start()
     tokens, slots = [*prompt_ids, prompt_ids[-1]], drafter.block_size
-    logits_DV = drafter.block_logits(RoundContext(tokens, taps_SF, slots))
+    drafted = drafter.block_logits(RoundContext(tokens, taps_SF, slots))
     no_taps_SF = None if taps_SF is None else taps_SF[:0]
 
     def draft() -> None:
-        top_marginals(drafter.block_logits(RoundContext(tokens, no_taps_SF, slots)), budgets[-1])
+        block_marginals(drafter.block_logits(RoundContext(tokens, no_taps_SF, slots)), budgets[-1])
 
     # Near-uniform marginals fill any budget; what the tokens are does not matter to the time.
-    marginals = top_marginals(logits_DV * 1e-3, budgets[-1])
+    marginals = block_marginals(_near_uniform(drafted), budgets[-1])
     measured = []
     for nodes in budgets:
-        tree = build_tree(marginals, nodes)
+        tree = tree_of(marginals, nodes)
         ids_N, layout = tree_inputs(tree, tokens[-1], target.device)
 
         def verify(ids_N: torch.Tensor = ids_N, layout=layout) -> None:  # type: ignore[no-untyped-def]
@@ -75,6 +77,12 @@ def measure_cost_curve(
         if len(tree) < nodes:
             break
     return CostCurve.fit(_median_s(draft, clock, repeats), measured)
+
+
+def _near_uniform(drafted: Drafted) -> Drafted:
+    if isinstance(drafted, PathScores):
+        return replace(drafted, scores_AKCC=drafted.scores_AKCC * 1e-3)
+    return drafted * 1e-3
 
 
 def _median_s(action: Callable[[], None], clock: Callable[[], float], repeats: int) -> float:

@@ -15,14 +15,14 @@ from typing import cast
 import torch
 
 from draftline.decode.chain import BoundDrafter
-from draftline.decode.steps import Draft, RoundContext
+from draftline.decode.steps import Draft, Drafted, RoundContext
 from draftline.drafter.attention import Attend, KeyValue, masked_attention
 from draftline.drafter.masks import MaskRule, mask_rule
 from draftline.drafter.model import Drafter, DrafterCache, DrafterLayer
 
 
-def draft_together(requests: Sequence[Draft]) -> list[torch.Tensor]:
-    """Logits [K, V] for each request, in order; drafters other than `BoundDrafter`s are asked one by one."""
+def draft_together(requests: Sequence[Draft]) -> list[Drafted]:
+    """Logits [K, V] or path scores for each request, in order; other drafters than `BoundDrafter`s are asked singly."""
     bound = [request.drafter for request in requests if isinstance(request.drafter, BoundDrafter)]
     if len(bound) < len(requests) or any(one.drafter is not bound[0].drafter for one in bound):
         return [request.drafter.block_logits(request.context) for request in requests]
@@ -30,6 +30,9 @@ def draft_together(requests: Sequence[Draft]) -> list[torch.Tensor]:
     sizes = [context.slots for context in contexts]
     ids_Q = torch.cat([one.block_ids(context) for one, context in zip(bound, contexts, strict=True)])
     hidden_QH = _forward_blocks(bound[0].drafter, bound[0].embed(ids_Q), contexts, [_cache_of(one) for one in bound])
+    if bound[0].drafter.candidate_selector is not None:
+        blocks = zip(hidden_QH.split(sizes), contexts, strict=True)
+        return [bound[0].draft(hidden_BH[1:], context.tokens[-1]) for hidden_BH, context in blocks]
     drafted = torch.cat([hidden[1:] for hidden in hidden_QH.split(sizes)])
     return list(bound[0].head(drafted).split([size - 1 for size in sizes]))
 
@@ -59,7 +62,7 @@ def _forward_blocks(
     slots = [torch.arange(context.slots, device=x_QH.device) for context in contexts]
     positions_Q = torch.cat([slots_B + context.start for slots_B, context in zip(slots, contexts, strict=True)])
     rope_Q = drafter.rotary_emb(positions_Q, x_QH.dtype)
-    sizes = [context.slots for context in contexts]
+    sizes, slots_Q = [context.slots for context in contexts], torch.cat(slots)
     rules = {kind: mask_rule(drafter.spec, kind) for kind in set(drafter.spec.layer_types)}
     visible = {
         kind: [_visible(rule, context.start, slots_B) for context, slots_B in zip(contexts, slots, strict=True)]
@@ -70,7 +73,7 @@ def _forward_blocks(
             cache.read(index, rules[kind].context_floor(context.start), context.start)
             for context, cache in zip(contexts, caches, strict=True)
         ]
-        x_QH = layers_of(drafter)[index](x_QH, rope_Q, _attend_each(held, visible[kind], sizes))
+        x_QH = layers_of(drafter)[index](x_QH, rope_Q, _attend_each(held, visible[kind], sizes), slots_Q)
     return drafter.norm(x_QH)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from draftline.drafter.selector import PathScores
 from draftline.errors import UserError
 
 
@@ -61,10 +62,19 @@ class Proposal:
     Attributes:
         drafts_K: int64 token ids of slots 1..K.
         probs_KV: distribution each was drawn from; None for a proposal without chance (all mass on the draft).
+        tokens_KV: the tokens that `probs_KV` is over, where it is not the whole vocabulary in order.
     """
 
     drafts_K: torch.Tensor
     probs_KV: torch.Tensor | None = None
+    tokens_KV: torch.Tensor | None = None
+
+    def distribution(self, vocab_size: int) -> torch.Tensor | None:
+        """`probs_KV` over the whole vocabulary."""
+        if self.probs_KV is None or self.tokens_KV is None:
+            return self.probs_KV
+        whole_KV = self.probs_KV.new_zeros(len(self.probs_KV), vocab_size)
+        return whole_KV.scatter(-1, self.tokens_KV, self.probs_KV)
 
 
 class Sampler:
@@ -105,12 +115,32 @@ class Sampler:
         """One token [N] from each row of probabilities."""
         return torch.multinomial(probs_NV, 1, generator=self._generator)[:, 0]
 
-    def propose(self, logits_KV: torch.Tensor) -> Proposal:
-        """Drafts from the drafter's logits of slots 1..K."""
+    def propose(self, logits_KV: torch.Tensor | PathScores) -> Proposal:
+        """Drafts from the drafter's logits of slots 1..K, or along the paths of a candidate selector."""
+        if isinstance(logits_KV, PathScores):
+            return self._propose_path(logits_KV)
         if not self.sampling.samples_drafts:
             return Proposal(logits_KV.argmax(dim=-1))
         probs_KV = self.probs(logits_KV)
         return Proposal(self.draw(probs_KV), probs_KV)
+
+    def _propose_path(self, paths: PathScores) -> Proposal:
+        """The greedy walk; or a walk that draws each step from softmax(S / T) over the slot's candidates.
+
+        top_k and top_p filter the target's distribution only, as in `dflash`.
+        """
+        if not self.sampling.samples_drafts:
+            return Proposal(paths.chain()[0])
+        probs_KCC = (paths.scores_AKCC[0].float() / self.sampling.temperature).softmax(dim=-1)
+        tokens_KC = paths.tokens_AKC[0]
+        at = torch.zeros(1, dtype=torch.int64, device=tokens_KC.device)
+        drafts, rows = [tokens_KC.new_zeros(0)], []
+        for probs_CC, tokens_C in zip(probs_KCC, tokens_KC, strict=True):
+            probs_1C = probs_CC[at]
+            at = self.draw(probs_1C)
+            drafts.append(tokens_C[at])
+            rows.append(probs_1C)
+        return Proposal(torch.cat(drafts), torch.cat(rows) if rows else probs_KCC[:, 0], tokens_KC)
 
     def verify(self, proposal: Proposal, logits_NV: torch.Tensor) -> list[int]:
         """Tokens to commit: the accepted drafts, then one token of the target's own.
@@ -123,8 +153,9 @@ class Sampler:
             proposal: K drafts.
             logits_NV: the target's logits of the N = K + 1 block positions.
         """
-        if proposal.probs_KV is not None and not self.sampling.is_greedy:
-            return self._reject(proposal.drafts_K, proposal.probs_KV, self.probs(logits_NV))
+        drawn_from_KV = proposal.distribution(logits_NV.shape[-1])
+        if drawn_from_KV is not None and not self.sampling.is_greedy:
+            return self._reject(proposal.drafts_K, drawn_from_KV, self.probs(logits_NV))
         own_N = self.pick(logits_NV)
         own, drafts = _to_host(own_N, proposal.drafts_K)
         n_accepted = next((k for k, draft in enumerate(drafts) if draft != own[k]), len(drafts))

@@ -14,7 +14,7 @@ import torch
 from draftline.decode.chain import BoundDrafter
 from draftline.decode.draft_batch import block_visibility, layers_of
 from draftline.decode.static_call import Outputs, StaticCall, StaticCompiler, column_stops, smallest_fit
-from draftline.decode.steps import RoundContext
+from draftline.decode.steps import Drafted, RoundContext
 from draftline.drafter.attention import Attend, KeyValue, masked_attention
 from draftline.drafter.masks import MaskRule, mask_rule
 
@@ -79,8 +79,8 @@ class StaticDrafter:
         self.start()
 
     @torch.inference_mode()
-    def block_logits(self, context: RoundContext) -> torch.Tensor:
-        """Logits [B - 1, V] of the drafted slots of one block; the context's new taps enter the buffers."""
+    def block_logits(self, context: RoundContext) -> Drafted:
+        """Logits [B - 1, V] of the drafted slots of one block, or path scores; the new taps enter the buffers."""
         assert context.new_taps_SF is not None, "a drafter needs tap features"
         taps_SF = context.new_taps_SF.to(self._no_taps_SF.dtype)
         if taps_SF.shape[0] > self.block_size:
@@ -88,14 +88,19 @@ class StaticDrafter:
             taps_SF = taps_SF[:0]
         if self._length + taps_SF.shape[0] != context.start:
             raise ValueError(f"the buffers hold {self._length} context tokens, the block starts at {context.start}")
-        return self._draft(self._padded_ids(context), taps_SF, context.slots)[: context.slots - 1]
+        found = self._draft(self._padded_ids(context), taps_SF, context.slots)[: context.slots - 1]
+        if self.bound.drafter.candidate_selector is None:
+            return found
+        return self.bound.draft(found, context.tokens[-1])
 
     def _padded_ids(self, context: RoundContext) -> torch.Tensor:
         ids_B = self.bound.block_ids(context)
         return torch.nn.functional.pad(ids_B, (0, self.block_size - context.slots), value=self.mask_token_id)
 
     def _draft(self, ids_B: torch.Tensor, taps_SF: torch.Tensor, slots: int) -> torch.Tensor:
-        """Logits [B - 1, V] of a whole block; takes the new taps into the buffers."""
+        """Logits [B - 1, V] of a whole block, or its hidden states [B - 1, H] where a candidate selector goes on from
+        there; takes the new taps into the buffers.
+        """
         n_new, device = taps_SF.shape[0], ids_B.device
         steps_S = torch.arange(self.block_size, device=device)
         columns_S = torch.where(steps_S < n_new, steps_S + self._length, self._spare)
@@ -106,9 +111,9 @@ class StaticDrafter:
             scalars = [torch.zeros((), dtype=torch.long, device=device) for _ in range(2)]
             inputs = [ids_B.clone(), filled_SF.clone(), columns_S.clone(), *scalars]
             self._calls[stop] = self._prepare(inputs, stop)
-        (logits_KV,) = self._calls[stop](ids_B, filled_SF, columns_S, start, slots)
+        (found_K,) = self._calls[stop](ids_B, filled_SF, columns_S, start, slots)
         self._length = start
-        return logits_KV
+        return found_K
 
     def _prepare(self, inputs: list[torch.Tensor], stop: int) -> StaticCall:
         drafter, spec = self.bound.drafter, self._spec
@@ -133,8 +138,9 @@ class StaticDrafter:
                 held[index][0].index_copy_(0, columns_S, k_SMD)
                 held[index][1].index_copy_(0, columns_S, v_SMD)
                 seen = (held[index][0][:stop], held[index][1][:stop])
-                x_BH = layer(x_BH, rope_B, _attend(seen, visible[spec.layer_types[index]]))
-            return (self.bound.head(drafter.norm(x_BH)[1:]),)
+                x_BH = layer(x_BH, rope_B, _attend(seen, visible[spec.layer_types[index]]), slots_B)
+            hidden_KH = drafter.norm(x_BH)[1:]
+            return (hidden_KH,) if drafter.candidate_selector is not None else (self.bound.head(hidden_KH),)
 
         return self._compiler.prepare(draft, inputs)
 

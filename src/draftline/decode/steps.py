@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -19,10 +19,13 @@ from draftline.decode.generation import Generation, Recorder, check_context
 from draftline.decode.sampling import GREEDY, Sampling
 
 if TYPE_CHECKING:
+    from draftline.drafter.selector import PathScores
     from draftline.target.load import LoadedTarget
 
 # Logits and tap features of a forward; None where no layer is tapped.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None]
+# What a drafter tells of a block: logits [K, V] of slots that know nothing of each other, or scores of paths.
+Drafted: TypeAlias = "torch.Tensor | PathScores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,8 @@ class DraftModel(Protocol):
     def start(self) -> None:
         """Forgets the last prompt."""
 
-    def block_logits(self, context: RoundContext) -> torch.Tensor:
-        """Logits [K, V] of slots 1..K of the next block, K = context.slots - 1."""
+    def block_logits(self, context: RoundContext) -> Drafted:
+        """Logits [K, V] of slots 1..K of the next block, K = context.slots - 1; or the scores of its paths (A = 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft the next block. Answer: logits [K, V]."""
+    """Draft the next block. Answer: logits [K, V], or the scores of a candidate selector's paths."""
 
     drafter: DraftModel
     context: RoundContext
@@ -172,9 +175,9 @@ def extended(ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Generator[R
     return cast("Forwarded", (yield Extend(ids_N, tree)))
 
 
-def drafted(drafter: DraftModel, context: RoundContext) -> Generator[Request, Any, torch.Tensor]:
-    """Asks for a block's logits [K, V]."""
-    return cast("torch.Tensor", (yield Draft(drafter, context)))
+def drafted(drafter: DraftModel, context: RoundContext) -> Generator[Request, Any, Drafted]:
+    """Asks for a block's logits [K, V] or path scores."""
+    return cast("Drafted", (yield Draft(drafter, context)))
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ import torch
 
 from draftline.decode.budget import BudgetRule
 from draftline.decode.generation import Generation
+from draftline.decode.path_tree import block_marginals
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
 from draftline.decode.steps import (
     DraftModel,
@@ -30,7 +31,7 @@ from draftline.decode.steps import (
     run_steps,
 )
 from draftline.decode.target_session import TargetSession
-from draftline.decode.tree import DraftTree, top_marginals
+from draftline.decode.tree import DraftTree
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def tree_steps(session: Session, drafter: DraftModel, task: Task, budget: Budget
     recorder.begin(int(sampler.pick(logits_V[None])))
     while not recorder.done:
         slots = recorder.slots
-        logits_DV = yield from drafted(drafter, RoundContext(recorder.tokens, taps_SF, slots))
-        tree = budget.grow(top_marginals(logits_DV, budget.largest))
+        draft = yield from drafted(drafter, RoundContext(recorder.tokens, taps_SF, slots))
+        tree = budget.grow(block_marginals(draft, budget.largest))
         ids_N, layout = tree_inputs(tree, recorder.tokens[-1], device)
         logits_NV, taps_NF = yield from extended(ids_N, layout)
         own: list[int] = sampler.pick(logits_NV).tolist()

@@ -13,9 +13,9 @@ import torch
 
 from draftline.decode.budget import BudgetRule
 from draftline.decode.generation import Generation, Recorder
+from draftline.decode.path_tree import block_marginals
 from draftline.decode.steps import DraftModel, RoundContext
 from draftline.decode.target_session import TargetSession
-from draftline.decode.tree import top_marginals
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -51,9 +51,9 @@ def tree_replay(
     while not recorder.done and recorder.start + 1 < len(text):
         start, slots = recorder.start, recorder.slots
         new_taps_SF = None if taps_TF is None else taps_TF[seen:start]
-        logits_DV = drafter.block_logits(RoundContext(recorder.tokens, new_taps_SF, slots))
+        draft = drafter.block_logits(RoundContext(recorder.tokens, new_taps_SF, slots))
         seen, rounds = start, rounds + 1
-        tree = budget.grow(top_marginals(logits_DV, budget.largest))
+        tree = budget.grow(block_marginals(draft, budget.largest))
         accepted = tree.walk_text(text[start + 1 :])
         new_tokens = text[start + 1 : start + 2 + accepted]
         recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree))

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from draftline.drafter.model import DrafterCache
+from draftline.drafter.context_cache import DrafterCache
+from draftline.drafter.drafts import BlockDrafts
 from draftline.drafter.step import DrafterStep
 from draftline.records import HiddenStateRow
 
@@ -134,9 +134,9 @@ def _accepted_at(step: DrafterStep, row: HiddenStateRow, places: list[int], answ
     size = step.blocks_at_once(row)
     for at in range(0, len(places), size):
         batch = places[at : at + size]
-        log_probs_PKR, tokens_PKR = step.draft_blocks(row, batch)
+        drafts = step.draft_blocks(row, batch)
         stops = [stop_of[p] for p in batch]
-        found.update(zip(batch, _accepted(step, row, batch, stops, log_probs_PKR, tokens_PKR), strict=True))
+        found.update(zip(batch, _accepted(step, row, batch, stops, drafts), strict=True))
     return found
 
 
@@ -145,19 +145,19 @@ def _accepted(
     row: HiddenStateRow,
     places: Sequence[int],
     stops: Sequence[int],
-    log_probs_PKR: Tensor,
-    tokens_PKR: Tensor,
+    drafts: BlockDrafts,
 ) -> list[list[int]]:
     """For each place, the leading tokens behind it that the chain and each tree draft."""
-    device = tokens_PKR.device
+    chain_PK = drafts.chain()
+    device = chain_PK.device
     places_P1, stops_P1 = (torch.tensor([x], device=device).t() for x in (places, stops))
-    index_PK = places_P1 + torch.arange(1, tokens_PKR.shape[1] + 1, device=device)
+    index_PK = places_P1 + torch.arange(1, chain_PK.shape[1] + 1, device=device)
     known_PK = index_PK < stops_P1
     labels_PK = row.input_ids_T[index_PK.clamp(max=row.input_ids_T.shape[0] - 1)]
-    right_PK = known_PK & (tokens_PKR[..., 0] == labels_PK)
+    right_PK = known_PK & (chain_PK == labels_PK)
     counts = [right_PK.to(torch.int32).cumprod(1).sum(1, keepdim=True)]
     if step.trees is not None:
-        counts.append(step.trees.accepted(log_probs_PKR, tokens_PKR, labels_PK, known_PK, step.trees.budgets))
+        counts.append(step.trees.count(drafts, labels_PK, known_PK))
     return torch.cat(counts, dim=1).tolist()
 
 
@@ -170,11 +170,11 @@ def _walk(step: DrafterStep, row: HiddenStateRow, answer: Answer, accepted: Acce
         at = answer.start
         while (left := answer.stop - 1 - at) > 0:
             if at not in accepted:
-                log_probs, tokens, cache = step.draft_short(row, answer.first, at, left + 1, cache)
-                (accepted[at],) = _accepted(step, row, [at], [answer.stop], log_probs, tokens)
-            drafts = accepted[at][method]
-            committed = min(drafts + 1, left)
-            is_clipped = drafts == left or (answer.limited and left + 1 < step.block_size)
+                drafts, cache = step.draft_short(row, answer.first, at, left + 1, cache)
+                (accepted[at],) = _accepted(step, row, [at], [answer.stop], drafts)
+            n_drafts = accepted[at][method]
+            committed = min(n_drafts + 1, left)
+            is_clipped = n_drafts == left or (answer.limited and left + 1 < step.block_size)
             rounds, clipped_rounds = rounds + 1, clipped_rounds + is_clipped
             clipped_tokens += committed * is_clipped
             at += committed

@@ -33,7 +33,9 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FlexKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask], torch.Tensor]
-LayerRunner = Callable[["DrafterLayer", torch.Tensor, torch.Tensor, Rope, Rope, LayerMask, FlexKernel], torch.Tensor]
+LayerRunner = Callable[
+    ["DrafterLayer", torch.Tensor, torch.Tensor, Rope, Rope, torch.Tensor, LayerMask, FlexKernel], torch.Tensor
+]
 
 
 def attend(
@@ -140,12 +142,13 @@ def run_layer(
     context_TH: torch.Tensor,
     rope_T: Rope,
     rope_Q: Rope,
+    slots_Q: torch.Tensor,
     mask: LayerMask,
     flex: FlexKernel,
 ) -> torch.Tensor:
     """One layer of the packed form, context keys and values included; the unit that may be compiled."""
     context_k, context_v = layer.self_attn.key_value(context_TH, rope_T)
-    return layer(x_QH, rope_Q, lambda q, k, v: attend(mask, q, k, v, context_k, context_v, flex))
+    return layer(x_QH, rope_Q, lambda q, k, v: attend(mask, q, k, v, context_k, context_v, flex), slots_Q)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftline.drafter import loss
+from draftline.drafter.candidates import Candidates
 from draftline.drafter.head_chunk import VALUE_FIELDS, TeacherRows, apply_head_, torch_chunk
 from draftline.drafter.head_fp8 import Fp8Head, gradient_product_fp8, project_fp8
 from draftline.drafter.head_plan import Chunk, HeadPlan
 from draftline.drafter.loss import LossTerms
 from draftline.drafter.top_tokens import TopTokens
+from draftline.products import wide_product
 from draftline.records import FrozenHead
 
 HeadForm = Literal["fused", "checkpointed"]
@@ -87,13 +89,18 @@ class HeadOutput:
     def __init__(self, hidden_QH: Tensor, values: SlotValues, unit_gradient_QH: Tensor | None) -> None:
         self._hidden_QH, self.values, self.unit_gradient_QH = hidden_QH, values, unit_gradient_QH
 
-    def backward(self, weight_Q: Tensor) -> Tensor:
+    def backward(self, weight_Q: Tensor, extra_QH: Tensor | None = None) -> Tensor:
         """Runs the backward of sum(weight * slot loss) from the hidden states on.
+
+        Args:
+            extra_QH: a further gradient of the hidden states, of other losses.
 
         Returns the gradient's size [scalar, statistics dtype]: not finite if anything in it is not.
         """
         assert self.unit_gradient_QH is not None
         gradient_QH = self.unit_gradient_QH.mul_(weight_Q.unsqueeze(-1))
+        if extra_QH is not None:
+            gradient_QH.add_(extra_QH)
         size = torch.linalg.vector_norm(gradient_QH, dtype=weight_Q.dtype)
         self._hidden_QH.backward(gradient=gradient_QH)
         return size
@@ -106,22 +113,26 @@ class _CheckpointedOutput(HeadOutput):
         super().__init__(hidden_QH, values, None)
         self._losses = losses
 
-    def backward(self, weight_Q: Tensor) -> Tensor:
+    def backward(self, weight_Q: Tensor, extra_QH: Tensor | None = None) -> Tensor:
         parts = [(weight_Q[slots_C] * loss_C).sum() for slots_C, loss_C in self._losses]
         if not parts:
             return weight_Q.new_zeros(())
         numerator = torch.stack(parts).sum()
-        numerator.backward()
-        return numerator.detach().abs()
+        if extra_QH is None:
+            numerator.backward()
+            return numerator.detach().abs()
+        torch.autograd.backward((numerator, self._hidden_QH), (None, extra_QH.to(self._hidden_QH.dtype)))
+        return numerator.detach().abs() + torch.linalg.vector_norm(extra_QH, dtype=numerator.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """Where chunks write: value table, gradient of the hidden states, likeliest tokens."""
+    """Where chunks write: value table, gradient of the hidden states, likeliest tokens, a selector's candidates."""
 
     values_FQ: Tensor
     unit_QH: Tensor | None
-    top: TopTokens | None
+    top: TopTokens | None = None
+    candidates: Candidates | None = None
 
 
 def run_head(
@@ -134,6 +145,7 @@ def run_head(
     *,
     with_gradient: bool = True,
     form: HeadForm = "fused",
+    candidates: Candidates | None = None,
 ) -> HeadOutput:
     """Passes the planned slots through the frozen head.
 
@@ -147,14 +159,18 @@ def run_head(
         teacher: needed if `terms.needs_teacher`.
         with_gradient: False for values alone.
         form: "checkpointed" recomputes each chunk's logits in the backward, by autograd: the plain reference.
+        candidates: filled with the likeliest tokens of each planned slot, for a candidate selector.
     """
     assert teacher is not None or not terms.needs_teacher
     teacher = teacher if terms.needs_teacher else None
     values_FQ = _empty_values(hidden_QH)
     if form == "checkpointed" and with_gradient:
-        losses = _checkpointed_chunks(hidden_QH, label_Q, plan, head, terms, teacher, values_FQ)
+        losses = _checkpointed_chunks(
+            hidden_QH, label_Q, plan, head, terms, teacher, _Sinks(values_FQ, None, candidates=candidates)
+        )
         return _CheckpointedOutput(hidden_QH, SlotValues(*values_FQ), losses)
-    sinks = _Sinks(values_FQ, torch.zeros_like(hidden_QH.detach()) if with_gradient else None, None)
+    unit_QH = torch.zeros_like(hidden_QH.detach()) if with_gradient else None
+    sinks = _Sinks(values_FQ, unit_QH, candidates=candidates)
     _fused_pass(hidden_QH, label_Q, plan, head, terms, teacher, sinks)
     return HeadOutput(hidden_QH, SlotValues(*values_FQ), sinks.unit_QH)
 
@@ -167,9 +183,10 @@ def score_head(
     terms: LossTerms,
     teacher: Teacher | None,
     top: TopTokens | None,
+    candidates: Candidates | None = None,
 ) -> HeadOutput:
     """`run_head` without gradient; `top`, if given, is filled with the likeliest tokens of each planned slot."""
-    sinks = _Sinks(_empty_values(hidden_QH), None, top)
+    sinks = _Sinks(_empty_values(hidden_QH), None, top, candidates)
     _fused_pass(hidden_QH, label_Q, plan, head, terms, teacher if terms.needs_teacher else None, sinks)
     return HeadOutput(hidden_QH, SlotValues(*sinks.values_FQ), None)
 
@@ -196,6 +213,14 @@ def _empty_values(hidden_QH: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def run_candidates(hidden_QH: Tensor, plan: HeadPlan, head: FrozenHead, candidates: Candidates) -> None:
+    """Passes the planned slots through the head for a selector's candidates alone."""
+    for chunk in plan.chunks():
+        slots_C = plan.order_Q[chunk.start : chunk.stop]
+        candidates.take(slots_C, project(hidden_QH[slots_C], head), head)
+
+
+@torch.no_grad()
 def run_top_tokens(hidden_QH: Tensor, plan: HeadPlan, head: FrozenHead, top: TopTokens) -> None:
     """Passes the planned slots through the head for their likeliest tokens alone, written into `top`."""
     for chunk in plan.chunks():
@@ -213,7 +238,7 @@ def project(x_NH: Tensor, head: FrozenHead) -> Tensor:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, summed and returned in fp32 (fp64 for fp64 factors): rounding logits to bf16 would drown q - P."""
     if a.dtype in (torch.float32, torch.float64):
-        return a @ b
+        return a @ b if a.is_cuda else wide_product(a, b)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return _upcast_product(a, b)
@@ -254,6 +279,8 @@ def _fused_chunk(
 ) -> None:
     """Forward and gradient of one chunk, written into `sinks`. Its logits die with this call."""
     raw_CV, unit_QH = project(hidden_QH[slots_C], head), sinks.unit_QH
+    if sinks.candidates is not None:
+        sinks.candidates.take(slots_C, raw_CV, head, label_Q[slots_C])
     if sinks.top is not None:
         raw_CV = apply_head_(raw_CV, head)
         sinks.top.take(slots_C, raw_CV)
@@ -292,14 +319,18 @@ def _checkpointed_chunks(
     head: FrozenHead,
     terms: LossTerms,
     teacher: Teacher | None,
-    values_FQ: Tensor,
+    sinks: _Sinks,
 ) -> list[tuple[Tensor, Tensor]]:
     """(slots, loss of each with graph) per chunk. Logits live in a chunk's forward and, made again, in its backward."""
 
     def chunk_values(x_CH: Tensor, label_C: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             rows = _teacher_rows(plan, chunk, teacher)
-        return _plain_values(_differentiable_logits(x_CH, head), label_C, terms, rows)
+        z_CV = _differentiable_logits(x_CH, head)
+        if sinks.candidates is not None:
+            slots_C = plan.order_Q[chunk.start : chunk.stop]
+            sinks.candidates.take(slots_C, z_CV.detach(), FrozenHead(head.weight_VH), label_C)
+        return _plain_values(z_CV, label_C, terms, rows)
 
     losses = []
     for chunk in plan.chunks():
@@ -307,7 +338,7 @@ def _checkpointed_chunks(
         loss_C, values_FC = checkpoint(
             chunk_values, hidden_QH[slots_C], label_Q[slots_C], chunk, use_reentrant=False, preserve_rng_state=False
         )
-        values_FQ[:, slots_C] = values_FC
+        sinks.values_FQ[:, slots_C] = values_FC
         losses.append((slots_C, loss_C))
     return losses
 

@@ -8,6 +8,8 @@ commit there, the bonus token included. It is counted per block, over blocks who
 supervised; blocks that the conversation's end cuts short are summed apart, because they can only pull it down.
 Tree acceptance length of a block = 1 + number of leading labels that a draft tree of so many nodes holds, grown from
 the block's marginals; over the same blocks.
+With a candidate selector a draft is what the selector takes behind the data's own token: as long as the walk is right
+that is what it walks on, so the chain's count is that of real decoding. Ranks and recalls stay those of the head.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from draftline.drafter.drafts import BlockDrafts, SlotDrafts
 from draftline.drafter.head import SlotValues
 from draftline.drafter.loss import LossTerms
+from draftline.drafter.selector import PathScores
+from draftline.drafter.selector_loss import SelectorOutcome
 
 RECALL_AT = (1, 2, 4, 8, 16)
 CALIBRATION_BINS = 10
@@ -39,6 +44,21 @@ _SCALARS = (
     "acceptance_blocks",
     "truncated_sum",
     "truncated_blocks",
+    "selector_ce",
+    "selector_weight",
+    "candidate_slots",
+    "picked_slots",
+    "base_acceptance_sum",
+    "oracle_acceptance_sum",
+)
+_COUNTS = (
+    "supervised_slots",
+    "rows",
+    "empty_rows",
+    "nonfinite_rows",
+    "blocks",
+    "acceptance_blocks",
+    "truncated_blocks",
 )
 _SLOT_SUMS = ("count", "weight", *(f"recall_{k}" for k in RECALL_AT), "nll", "confidence")
 _BIN_SUMS = ("bin_count", "bin_confidence", "bin_correct")
@@ -52,10 +72,19 @@ class TreeMetric:
         budgets: drafts of the trees, the root not counted.
         accepted: (log-probabilities [A, K, R] and ids [A, K, R] of the likeliest tokens of each slot, labels [A, K],
             bool [A, K] where they are known, budgets) -> leading labels inside each tree, int64 [A, N].
+        accepted_paths: the same for blocks of a candidate selector: (scores, labels, known, budgets).
     """
 
     budgets: tuple[int, ...]
     accepted: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+    accepted_paths: Callable[[PathScores, Tensor, Tensor, tuple[int, ...]], Tensor] | None = None
+
+    def count(self, drafts: BlockDrafts, labels_AK: Tensor, known_AK: Tensor) -> Tensor:
+        """Leading labels that each block's trees hold, int64 [A, N]."""
+        if isinstance(drafts, SlotDrafts):
+            return self.accepted(*drafts, labels_AK, known_AK, self.budgets)
+        assert self.accepted_paths is not None
+        return self.accepted_paths(drafts, labels_AK, known_AK, self.budgets)
 
     @property
     def width(self) -> int:
@@ -74,6 +103,7 @@ class RowOutcome:
         numerator, denominator: of the row's loss.
         gradient_size: any scalar that is not finite if the row's gradient is not.
         tree_budgets, tree_accepted_AN: trees that were scored, and the labels each block's tree holds.
+        selector: what a candidate selector found.
     """
 
     mask_AB: Tensor
@@ -84,6 +114,7 @@ class RowOutcome:
     gradient_size: Tensor
     tree_budgets: tuple[int, ...] = ()
     tree_accepted_AN: Tensor | None = None
+    selector: SelectorOutcome | None = None
 
 
 class StepStats:
@@ -196,7 +227,8 @@ class StepStats:
             "slot_weight": _ratios(host.per_slot("weight"), count),
             "calibration_error": _calibration_error(host),
             "teacher_agreement": _ratio(scalars["teacher_agreements"], scalars["supervised_slots"]),
-            "counts": {name: int(scalars[name]) for name in _SCALARS if name.endswith(("rows", "blocks", "slots"))},
+            "selector": selector_summary(host),
+            "counts": {name: int(scalars[name]) for name in _SCALARS if name in _COUNTS},
         }
 
 
@@ -206,7 +238,8 @@ def sum_row(outcome: RowOutcome) -> StepStats:
     stats = StepStats.zeros(mask_AB.shape[1], mask_AB.device, outcome.tree_budgets)
     weight_Q = outcome.weight_AB.flatten()
     n_valid_A = mask_AB[:, 1:].sum(-1)
-    run_A = accepted_run(values.rank.view_as(mask_AB)[:, 1:] == 0, mask_AB[:, 1:])
+    right_Q = values.rank == 0 if outcome.selector is None else outcome.selector.right > 0
+    run_A = accepted_run(right_Q.view_as(mask_AB)[:, 1:], mask_AB[:, 1:])
     whole_A = n_valid_A == mask_AB.shape[1] - 1
     cut_A = (n_valid_A > 0) & ~whole_A
     sums = {
@@ -223,6 +256,7 @@ def sum_row(outcome: RowOutcome) -> StepStats:
         "acceptance_blocks": whole_A.sum(),
         "truncated_sum": ((1 + run_A) * cut_A).sum(),
         "truncated_blocks": cut_A.sum(),
+        **_selector_sums(outcome, whole_A),
     }
     stats.vector[: len(_SCALARS)] = torch.stack([sums[name].double() for name in _SCALARS])
     _sum_slots(stats, outcome)
@@ -230,6 +264,46 @@ def sum_row(outcome: RowOutcome) -> StepStats:
     if outcome.tree_accepted_AN is not None:
         stats.tree_sums.copy_(((1 + outcome.tree_accepted_AN) * whole_A[:, None]).sum(0))
     return _without_nonfinite(stats, torch.isfinite(outcome.numerator) & torch.isfinite(outcome.gradient_size))
+
+
+def _selector_sums(outcome: RowOutcome, whole_A: Tensor) -> dict[str, Tensor]:
+    """Sums of a candidate selector, and of what the chain would be without it, or if it always chose right."""
+    names = ("selector_ce", "selector_weight", "candidate_slots", "picked_slots")
+    found, mask_AB = outcome.selector, outcome.mask_AB
+    if found is None:
+        zero = torch.zeros_like(outcome.numerator)
+        return dict.fromkeys((*names, "base_acceptance_sum", "oracle_acceptance_sum"), zero)
+    weight_Q, mask_Q = outcome.weight_AB.flatten(), mask_AB.flatten()
+    per_slot = (weight_Q * found.ce, weight_Q * found.found, mask_Q * found.found, mask_Q * found.right)
+
+    def length_sum(right_Q: Tensor) -> Tensor:
+        return ((1 + accepted_run(right_Q.view_as(mask_AB)[:, 1:], mask_AB[:, 1:])) * whole_A).sum()
+
+    return {
+        **{name: value.sum() for name, value in zip(names, per_slot, strict=True)},
+        "base_acceptance_sum": length_sum(outcome.values.rank == 0),
+        "oracle_acceptance_sum": length_sum(found.found > 0),
+    }
+
+
+def selector_summary(host: StepStats) -> dict[str, float | None] | None:
+    """What sums on the host tell of a candidate selector; None without one.
+
+    `recall`: the label is a candidate; `accuracy_found`: right where it is; `base_acceptance_length`: the head alone;
+    `oracle_acceptance_length`: of a selector that is always right.
+    """
+    scalars = {name: host.scalar(name).item() for name in _SCALARS}
+    if not scalars["selector_weight"] and not scalars["base_acceptance_sum"]:
+        return None
+    slots, blocks = scalars["supervised_slots"], scalars["acceptance_blocks"]
+    return {
+        "ce": _ratio(scalars["selector_ce"], scalars["selector_weight"]),
+        "recall": _ratio(scalars["candidate_slots"], slots),
+        "accuracy": _ratio(scalars["picked_slots"], slots),
+        "accuracy_found": _ratio(scalars["picked_slots"], scalars["candidate_slots"]),
+        "base_acceptance_length": _ratio(scalars["base_acceptance_sum"], blocks),
+        "oracle_acceptance_length": _ratio(scalars["oracle_acceptance_sum"], blocks),
+    }
 
 
 def accepted_run(correct_AK: Tensor, valid_AK: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
 
 Two forms give the same numbers: the packed form trains many blocks of a row at once, the block form drafts one
 block with cached context keys and values. State-dict keys are those of z-lab's `DFlashDraftModel`; embedding and
-head are the target's and not in it. Source of the architecture: DFlash (arXiv 2602.06036).
+head are the target's and not in it. Source of the architecture: DFlash (arXiv 2602.06036). DFlash2 puts convolutions
+around attention and MLP (`convolution.py`) and a candidate selector behind the head (`selector.py`).
 
 Shape letters: Q = A * B block tokens, T context tokens, S new context tokens, F = L * H tap features, H hidden size,
 N query heads, M key/value heads, D head size.
@@ -24,34 +25,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftline.config.drafter_spec import DrafterSpec, LayerType
 from draftline.drafter.attention import Attend, Kernels, KeyValue, Rope, masked_attention
+from draftline.drafter.context_cache import DrafterCache
+from draftline.drafter.convolution import ShortConvolution, init_added, is_added
 from draftline.drafter.masks import AttentionPath, DrafterMasks, MaskRule, build_masks, mask_rule
 from draftline.drafter.mlp_fp8 import linear_fp8
+from draftline.drafter.modules import Linear, RMSNorm
+from draftline.drafter.selector import CandidateSelector
 from draftline.drafter.spec import LENGTH_DEPENDENT_ROPE
 from draftline.errors import UserError
-
-
-class RMSNorm(nn.Module):
-    """w * x / rms(x), the statistics in fp32 at least. `w` starts at 1 (not the zero-centred 1 + w form)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, in fp32 at least; shape and dtype of x."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """nn.Linear without bias that leaves initialisation to `Drafter.init_weights`."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__(n_in, n_out, bias=False)
-
-    def reset_parameters(self) -> None:
-        """No draw from the global generator."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -161,7 +142,7 @@ class SwiGLU(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """One decoder layer: pre-norm attention with injected context, pre-norm MLP."""
+    """One decoder layer: pre-norm attention with injected context, pre-norm MLP; in DFlash2 inside convolutions."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -169,62 +150,30 @@ class DrafterLayer(nn.Module):
         self.mlp = SwiGLU(spec)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_conv = None if spec.dflash2 is None else ShortConvolution(spec.hidden_size, spec.dflash2)
+        self.mlp_conv = None if spec.dflash2 is None else ShortConvolution(spec.hidden_size, spec.dflash2)
 
-    def forward(self, x_QH: torch.Tensor, rope: Rope, attend_to: Attend) -> torch.Tensor:
-        """Attention and MLP, each behind a norm and added to its input; x and result [Q, H]."""
-        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), rope, attend_to)
-        return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
+    def forward(self, x_QH: torch.Tensor, rope: Rope, attend_to: Attend, slots_Q: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP, each behind a norm and added to its input; x and result [Q, H].
 
-
-class DrafterCache:
-    """Context keys and values of every layer, in growing buffers. Holds committed context only, never block slots.
-
-    Attributes:
-        length: context tokens held; they stand at positions 0..length-1.
-    """
-
-    def __init__(self, num_layers: int, capacity_tokens: int = 0) -> None:
-        self.length = 0
-        self._capacity = capacity_tokens
-        self._buffers: list[KeyValue | None] = [None] * num_layers
-
-    def crop(self, length: int) -> None:
-        """Forget the context from position `length` on."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}")
-        self.length = length
-
-    def write(self, layer: int, k_SMD: torch.Tensor, v_SMD: torch.Tensor) -> None:
-        """Put a layer's keys and values behind the held ones; `advance` then makes them count for all layers."""
-        stop = self.length + k_SMD.shape[0]
-        held = self._buffers[layer]
-        if held is None or held[0].shape[0] < stop:
-            held = self._buffers[layer] = self._grown(held, k_SMD, v_SMD, max(stop, self._capacity))
-        held[0][self.length : stop] = k_SMD
-        held[1][self.length : stop] = v_SMD
-
-    def advance(self, n_tokens: int) -> None:
-        """Count what `write` has put in."""
-        self.length += n_tokens
-
-    def read(self, layer: int, start: int, stop: int) -> KeyValue:
-        """Keys and values of positions [start, stop)."""
-        held = self._buffers[layer]
-        if held is None or stop > held[0].shape[0]:
-            raise ValueError(f"the cache does not hold positions up to {stop}")
-        return held[0][start:stop], held[1][start:stop]
-
-    def _grown(self, held: KeyValue | None, k: torch.Tensor, v: torch.Tensor, need: int) -> KeyValue:
-        capacity = need if held is None else max(need, 2 * held[0].shape[0])
-        grown = (k.new_empty(capacity, *k.shape[1:]), v.new_empty(capacity, *v.shape[1:]))
-        if held is not None:
-            for new, old in zip(grown, held, strict=True):
-                new[: self.length] = old[: self.length]
-        return grown
+        Args:
+            slots_Q: int64, place of each token in its own block; blocks lie end to end.
+        """
+        normed_QH = self.input_layernorm(x_QH)
+        if self.attention_conv is None or self.mlp_conv is None:
+            x_QH = x_QH + self.self_attn(normed_QH, rope, attend_to)
+            return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
+        dynamic = self.attention_conv.dynamic(normed_QH)
+        attended_QH = self.self_attn(self.attention_conv.before(normed_QH, dynamic, slots_Q), rope, attend_to)
+        x_QH = x_QH + self.attention_conv.after(attended_QH, dynamic, slots_Q)
+        normed_QH = self.post_attention_layernorm(x_QH)
+        dynamic = self.mlp_conv.dynamic(normed_QH)
+        y_QH = self.mlp(self.mlp_conv.before(normed_QH, dynamic, slots_Q))
+        return x_QH + self.mlp_conv.after(y_QH, dynamic, slots_Q)
 
 
 class Drafter(nn.Module):
-    """A DFlash drafter.
+    """A DFlash or DFlash2 drafter.
 
     Args:
         spec: architecture and semantics.
@@ -247,19 +196,25 @@ class Drafter(nn.Module):
         self.rotary_emb = RotaryEmbedding(spec)
         self.fc = Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.candidate_selector = None if spec.dflash2 is None else CandidateSelector(spec, spec.dflash2)
         self._rules: dict[LayerType, MaskRule] = {kind: mask_rule(spec, kind) for kind in set(spec.layer_types)}
         if self.fc.weight.device.type != "meta":
             self.init_weights(torch.Generator().manual_seed(0))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal weights of standard deviation `spec.initializer_range`, norms at 1; drawn on the CPU in fp32."""
-        for parameter in self.parameters():
+        """Normal weights of standard deviation `spec.initializer_range`, norms at 1; drawn on the CPU in fp32.
+
+        What DFlash2 adds is drawn last and starts without effect: the rest is, and drafts, as a DFlash drafter.
+        """
+        named = dict(self.named_parameters())
+        for parameter in (value for name, value in named.items() if not is_added(name)):
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
                 drawn = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
                 parameter.copy_(drawn.normal_(0.0, self.spec.initializer_range, generator=generator))
+        init_added(named, generator)
 
     def set_mlp_fp8(self, fp8: bool) -> None:
         """Whether the MLPs' products run in fp8 while training."""
@@ -305,9 +260,10 @@ class Drafter(nn.Module):
         context_TH = self.context(taps_TF)
         rope_T = self.rotary_emb(context_positions_T, x_QH.dtype)
         rope_Q = self.rotary_emb(block_positions_Q, x_QH.dtype)
+        slots_Q = torch.arange(x_QH.shape[0], device=x_QH.device) % self.spec.block_size
         kernels = self._ready_kernels()
         for layer, kind in zip(self._decoder_layers(), self.spec.layer_types, strict=True):
-            x_QH = kernels.run_layer(layer, x_QH, context_TH, rope_T, rope_Q, mask[kind], kernels.flex)
+            x_QH = kernels.run_layer(layer, x_QH, context_TH, rope_T, rope_Q, slots_Q, mask[kind], kernels.flex)
         return self.norm(x_QH)
 
     def new_cache(self, capacity_tokens: int = 0) -> DrafterCache:
@@ -345,7 +301,7 @@ class Drafter(nn.Module):
         visible = {kind: _block_visibility(rule, start, slots_B) for kind, rule in self._rules.items()}
         for index, (layer, kind) in enumerate(zip(self._decoder_layers(), self.spec.layer_types, strict=True)):
             held = cache.read(index, self._rules[kind].context_floor(start), start)
-            x_BH = layer(x_BH, rope_B, _attend_cached(held, visible[kind]))
+            x_BH = layer(x_BH, rope_B, _attend_cached(held, visible[kind]), slots_B)
         return self.norm(x_BH)
 
 

@@ -35,8 +35,8 @@ class MasterOptimizer:
         self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
         for master in self.masters:
             master.requires_grad_(True)
-        decay = [m for m in self.masters if m.ndim > 1]
-        plain = [m for m in self.masters if m.ndim <= 1]  # norm weights are not decayed
+        decay = [m for m in self.masters if m.ndim == 2]
+        plain = [m for m in self.masters if m.ndim != 2]  # norm weights and base kernels are not decayed
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from draftline.config.drafter_spec import DrafterSpec, LayerType, default_taps
+from draftline.config.dflash2 import Dflash2Config
+from draftline.config.drafter_spec import Dflash2Spec, DrafterSpec, LayerType, default_taps
 from draftline.config.schema import DrafterConfig
 from draftline.errors import UserError
 
@@ -53,6 +54,7 @@ def build_spec(config: DrafterConfig, facts: TargetFacts, *, stop_token_ids: Col
             input_embedding_scale=facts.embedding_scale,
             output_multiplier=facts.logit_multiplier,
             final_logit_softcapping=facts.final_logit_softcapping,
+            dflash2=_dflash2(config),
             bos_token_id=facts.bos_token_id,
             eos_token_id=_eos(facts.eos_token_ids),
             pad_token_id=facts.pad_token_id,
@@ -191,6 +193,12 @@ def _sliding(config: DrafterConfig) -> dict[str, Any]:
         "in_block_attention": sliding.in_block,
         "window_origin": sliding.origin,
     }
+
+
+def _dflash2(config: DrafterConfig) -> Dflash2Spec | None:
+    if config.kind != "dflash2":
+        return None
+    return Dflash2Spec(**(config.dflash2 or Dflash2Config()).model_dump())
 
 
 def _eos(ids: Collection[int]) -> int | list[int] | None:

@@ -10,7 +10,7 @@ starts before the forward is launched (see `head_plan.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,20 +21,23 @@ from draftline.config.schema import ObjectiveConfig
 from draftline.drafter.blocks import (
     VALIDATION_EPOCH,
     BlockBatch,
-    anchor_slot_sizes,
     anchor_slots,
     apply_feature_noise,
     draw_blocks,
     make_blocks,
     pad_row,
 )
-from draftline.drafter.head import HeadOutput, Teacher, run_head, run_top_tokens, score_head
+from draftline.drafter.candidates import Candidates
+from draftline.drafter.draft_tables import DraftTables, run_tables
+from draftline.drafter.drafts import BlockDrafts
+from draftline.drafter.head import HeadOutput, Teacher, run_head, score_head
 from draftline.drafter.head_fp8 import quantize_head, require_fp8
 from draftline.drafter.head_plan import HeadPlan, plan_slots
 from draftline.drafter.loss import LossTerms, denominator, slot_weights
 from draftline.drafter.metrics import RowOutcome, StepStats, TreeMetric, sum_row
 from draftline.drafter.model import Drafter, DrafterCache
-from draftline.drafter.top_tokens import TopTokens
+from draftline.drafter.selector_loss import SelectorLoss, SelectorOutcome
+from draftline.drafter.warm_rows import made_up_rows
 from draftline.errors import UserError
 from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
 
@@ -92,6 +95,8 @@ class DrafterStep:
         self._objective, self._terms = objective, LossTerms.of(objective)
         self._teacher_head, self._final_norm = teacher, final_norm
         self._row_tokens, self._seed, self._static_shapes = row_tokens, seed, static_shapes
+        selector = drafter.candidate_selector
+        self._selector = None if selector is None else SelectorLoss(selector, head, objective.selector)
         self.trees = trees
 
     def forward_backward(self, row: HiddenStateRow) -> StepStats:
@@ -106,7 +111,10 @@ class DrafterStep:
         hidden_QH = self._hidden(prepared, taps_TF)
         if not prepared.plan.chunks():
             return self._empty_row(row)
-        return self._finish(prepared, self._pass_head(prepared, hidden_QH), train=True)
+        candidates = None if self._selector is None else self._tables(hidden_QH).candidates
+        output = self._pass_head(prepared, hidden_QH, candidates)
+        found = self._pass_selector(prepared, hidden_QH, output, candidates, train=True)
+        return self._finish(prepared, output, found, train=True)
 
     @torch.no_grad()
     def evaluate(self, row: HiddenStateRow) -> StepStats:
@@ -116,10 +124,25 @@ class DrafterStep:
         if self._is_known_empty(prepared):
             return self._empty_row(row, self.trees)
         hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
-        top = None if self.trees is None else TopTokens.empty(len(hidden_QH), self._width(), hidden_QH.device)
         labels_Q = prepared.blocks.labels_AB.flatten()
-        output = score_head(hidden_QH, labels_Q, prepared.plan, self._head, self._terms, prepared.teacher, top)
-        return self._finish(prepared, output, train=False, top=top)
+        tables = DraftTables.none() if self._selector is None and self.trees is None else self._tables(hidden_QH)
+        output = score_head(
+            hidden_QH,
+            labels_Q,
+            prepared.plan,
+            self._head,
+            self._terms,
+            prepared.teacher,
+            tables.top,
+            tables.candidates,
+        )
+        found = self._pass_selector(prepared, hidden_QH, output, tables.candidates, train=False)
+        trees_AN = None
+        if self.trees is not None:  # labels are the data's: the text that was written
+            labels_AB = prepared.blocks.labels_AB
+            drafts = tables.drafts(hidden_QH, self.block_size, labels_AB[:, 0])
+            trees_AN = self.trees.count(drafts, labels_AB[:, 1:], prepared.blocks.slot_mask_AB[:, 1:])
+        return self._finish(prepared, output, found, train=False, trees_AN=trees_AN)
 
     @property
     def block_size(self) -> int:
@@ -136,7 +159,7 @@ class DrafterStep:
         return anchor_slots(self._objective, row.lengths, self._row_tokens)
 
     @torch.no_grad()
-    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> BlockDrafts:
         """Drafts the blocks at given places as decoding would: without noise, whole, whatever is supervised in them.
 
         Args:
@@ -144,8 +167,8 @@ class DrafterStep:
             anchors: rising row indices, at least one and at most `blocks_at_once(row)`.
 
         Returns:
-            Log-probabilities [A, K, R] and ids [A, K, R] of the likeliest tokens of slots 1..K; R is what `trees`
-            needs, 1 without trees.
+            The likeliest tokens of slots 1..K, as many as `trees` needs, 1 without trees; or, of a drafter with a
+            candidate selector, the scores of its paths.
         """
         self._drafter.eval()
         if self._is_static(row):
@@ -158,15 +181,14 @@ class DrafterStep:
         drafted_AB[:, 0] = False
         plan = self._plan(drafted_AB, blocks.teacher_index_AB)
         hidden_QH = self._hidden(_Prepared(row, blocks, plan, None), row.taps_TF)
-        top = TopTokens.empty(len(hidden_QH), self._width(), hidden_QH.device)
-        run_top_tokens(hidden_QH, plan, self._head, top)
-        log_probs_AKR, tokens_AKR = top.blocks(self._drafter.spec.block_size)
-        return log_probs_AKR[: len(anchors)], tokens_AKR[: len(anchors)]
+        tables = self._tables(hidden_QH)
+        run_tables(hidden_QH, plan, self._head, tables)
+        return tables.drafts(hidden_QH, self.block_size, row.input_ids_T[anchors_A]).first(len(anchors))
 
     @torch.no_grad()
     def draft_short(
         self, row: HiddenStateRow, first: int, anchor: int, slots: int, cache: DrafterCache | None
-    ) -> tuple[Tensor, Tensor, DrafterCache]:
+    ) -> tuple[BlockDrafts, DrafterCache]:
         """Drafts one block of fewer slots, as decoding does before a length limit, by the block form of the drafter.
 
         Args:
@@ -177,7 +199,7 @@ class DrafterStep:
             cache: what an earlier call for the same document gave back; None at first.
 
         Returns:
-            As `draft_blocks`, with slots - 1 in place of K and one block; and the cache.
+            As `draft_blocks`, one block with slots - 1 in place of K; and the cache.
         """
         self._drafter.eval()
         cache = cache or self._drafter.new_cache()
@@ -187,10 +209,14 @@ class DrafterStep:
         ids_B[0] = row.input_ids_T[anchor]
         new_taps_SF = row.taps_TF[first + cache.length : anchor]
         hidden_BH = self._drafter.forward_block(self._embed(ids_B), new_taps_SF, cache, start)
-        top = TopTokens.empty(slots, self._width(), hidden_BH.device)
         slots_Q = torch.arange(slots, device=hidden_BH.device)
-        run_top_tokens(hidden_BH, plan_slots(slots_Q > 0, slots_Q, chunk=slots), self._head, top)
-        return *top.blocks(slots), cache
+        plan = plan_slots(slots_Q > 0, slots_Q, chunk=slots)
+        tables = self._tables(hidden_BH)
+        run_tables(hidden_BH, plan, self._head, tables)
+        return tables.drafts(hidden_BH, slots, row.input_ids_T[anchor : anchor + 1]), cache
+
+    def _tables(self, hidden_QH: Tensor) -> DraftTables:
+        return DraftTables.empty(hidden_QH, self._drafter.candidate_selector, self._width())
 
     def _width(self) -> int:
         """Tokens to keep of a slot."""
@@ -204,42 +230,18 @@ class DrafterStep:
         """
         kept = [parameter.grad for parameter in self._drafter.parameters()]
         self._drafter.zero_grad(set_to_none=True)  # a backward adds in place to what is there
-        for row in self._made_up_rows():
+        rows = made_up_rows(
+            self._drafter.spec,
+            self._objective,
+            self._row_tokens,
+            self._embedding.weight_VH,
+            want_final=self._terms.needs_teacher,
+        )
+        for row in rows:
             self.forward_backward(row)
             self.evaluate(row)
         for parameter, gradient in zip(self._drafter.parameters(), kept, strict=True):
             parameter.grad = gradient
-
-    def _made_up_rows(self) -> Iterator[HiddenStateRow]:
-        """Full rows of one sample, two, three, ... until each number of anchor slots has come up."""
-        missing = set(anchor_slot_sizes(self._objective, self._row_tokens))
-        for n_samples in range(1, self._row_tokens // 2 + 1):
-            lengths = (self._row_tokens // n_samples,) * n_samples
-            size = anchor_slots(self._objective, lengths, self._row_tokens)
-            if size in missing:
-                missing.remove(size)
-                yield self._made_up_row(lengths)
-            if not missing:
-                return
-
-    def _made_up_row(self, lengths: tuple[int, ...]) -> HiddenStateRow:
-        spec, weight_VH = self._drafter.spec, self._embedding.weight_VH
-        n_samples, length, n_tokens = len(lengths), lengths[0], sum(lengths)
-        index_T = torch.arange(n_tokens, device=weight_VH.device)
-        return HiddenStateRow(
-            row_id=-1,
-            epoch=0,
-            sample_ids=tuple(f"warm-up-{i}" for i in range(n_samples)),
-            lengths=lengths,
-            input_ids_T=torch.zeros_like(index_T),
-            loss_mask_T=torch.ones_like(index_T, dtype=torch.bool),
-            document_ids_T=(index_T // length).to(torch.int32),
-            position_ids_T=index_T % length,
-            taps_TF=weight_VH.new_zeros(n_tokens, len(spec.taps) * spec.hidden_size),
-            final_hidden_TH=weight_VH.new_zeros(n_tokens, spec.hidden_size) if self._terms.needs_teacher else None,
-            final_hidden_norm="post",
-            tap_layer_ids=spec.taps,
-        )
 
     def _prepare(self, row: HiddenStateRow, epoch: int) -> _Prepared:
         if self._terms.needs_teacher and row.final_hidden_TH is None:
@@ -288,7 +290,7 @@ class DrafterStep:
         embeddings_QH = F.embedding(ids_Q, self._embedding.weight_VH.detach())
         return embeddings_QH if self._embedding.scale == 1.0 else embeddings_QH * self._embedding.scale
 
-    def _pass_head(self, prepared: _Prepared, hidden_QH: Tensor) -> HeadOutput:
+    def _pass_head(self, prepared: _Prepared, hidden_QH: Tensor, candidates: Candidates | None) -> HeadOutput:
         return run_head(
             hidden_QH,
             prepared.blocks.labels_AB.flatten(),
@@ -297,21 +299,58 @@ class DrafterStep:
             self._terms,
             prepared.teacher,
             form=self._objective.head,
+            candidates=candidates,
+        )
+
+    def _weights(self, prepared: _Prepared, output: HeadOutput) -> Tensor:
+        mask_AB = prepared.blocks.slot_mask_AB
+        return slot_weights(self._objective.decay, mask_AB, output.values.ce.view_as(mask_AB))
+
+    def _pass_selector(
+        self,
+        prepared: _Prepared,
+        hidden_QH: Tensor,
+        output: HeadOutput,
+        candidates: Candidates | None,
+        *,
+        train: bool,
+    ) -> SelectorOutcome | None:
+        if self._selector is None or candidates is None:
+            return None
+        factor = self._selector.factor(prepared.row.row_id) if train else self._objective.selector.weight
+        return self._selector.run(
+            hidden_QH,
+            candidates,
+            prepared.blocks.labels_AB,
+            self._weights(prepared, output),
+            prepared.plan,
+            factor=factor,
+            train=train,
         )
 
     def _finish(
-        self, prepared: _Prepared, output: HeadOutput, *, train: bool, top: TopTokens | None = None
+        self,
+        prepared: _Prepared,
+        output: HeadOutput,
+        found: SelectorOutcome | None,
+        *,
+        train: bool,
+        trees_AN: Tensor | None = None,
     ) -> StepStats:
         """Weights, backward and sums."""
         mask_AB, values = prepared.blocks.slot_mask_AB, output.values
-        weight_AB = slot_weights(self._objective.decay, mask_AB, values.ce.view_as(mask_AB))
+        weight_AB = self._weights(prepared, output)
         weight_Q = weight_AB.flatten()
         total_Q = sum(
             (c * getattr(values, name) for name, c in self._terms.coefficients().items() if c),
             torch.zeros_like(weight_Q),
         )
         numerator = (weight_Q * total_Q).sum()
-        size = output.backward(weight_Q) if train else torch.zeros_like(numerator)
+        size = torch.zeros_like(numerator)
+        if train:
+            size = output.backward(weight_Q, None if found is None else found.gradient_QH)
+        if found is not None:
+            numerator = numerator + found.numerator
         return sum_row(
             RowOutcome(
                 mask_AB=mask_AB,
@@ -320,18 +359,11 @@ class DrafterStep:
                 numerator=numerator,
                 denominator=denominator(self._objective.decay, mask_AB, weight_AB),
                 gradient_size=size,
-                tree_budgets=self.trees.budgets if self.trees is not None and not train else (),
-                tree_accepted_AN=self._tree_accepted(prepared.blocks, top),
+                tree_budgets=self.trees.budgets if self.trees is not None and trees_AN is not None else (),
+                tree_accepted_AN=trees_AN,
+                selector=found,
             )
         )
-
-    def _tree_accepted(self, blocks: BlockBatch, top: TopTokens | None) -> Tensor | None:
-        """Leading labels that each block's trees hold, [A, N]. Labels are the data's: the text that was written."""
-        if self.trees is None or top is None:
-            return None
-        log_probs_AKR, tokens_AKR = top.blocks(self._drafter.spec.block_size)
-        labels_AK, known_AK = blocks.labels_AB[:, 1:], blocks.slot_mask_AB[:, 1:]
-        return self.trees.accepted(log_probs_AKR, tokens_AKR, labels_AK, known_AK, self.trees.budgets)
 
     def _is_known_empty(self, prepared: _Prepared) -> bool:
         """True if no block is left, where that is known without waiting for the device."""

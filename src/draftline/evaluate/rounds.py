@@ -14,9 +14,10 @@ import torch
 
 from draftline.decode.budget import BudgetRule
 from draftline.decode.generation import Generation
-from draftline.decode.steps import DraftModel, RoundContext
+from draftline.decode.path_tree import block_marginals, chain_of
+from draftline.decode.steps import Drafted, DraftModel, RoundContext
 from draftline.decode.target_session import TargetSession
-from draftline.decode.tree import DraftTree, top_marginals
+from draftline.decode.tree import DraftTree
 from draftline.evaluate.report import TreeRounds
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ def tree_rounds(
     chain_tokens = rounds = 0
     tree_tokens, holding, fewer = (dict.fromkeys(trees, 0) for _ in range(3))
     for prompt_ids, generation in texts:
-        for logits_DV, continuation, room in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
-            chain = logits_DV.argmax(dim=-1).tolist()
+        for draft, continuation, room in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
+            chain = chain_of(draft).tolist()
             accepted = _common(chain, continuation)
             rounds, chain_tokens = rounds + 1, chain_tokens + min(accepted + 1, room)
             for method, budget in trees.items():
-                tree = budget.grow(top_marginals(logits_DV, budget.largest))
+                tree = budget.grow(block_marginals(draft, budget.largest))
                 walked = tree.walk_text(continuation)
                 tree_tokens[method] += min(walked + 1, room)
                 holding[method] += holds(tree, chain)
@@ -86,8 +87,8 @@ def _blocks(
     prompt_ids: Sequence[int],
     generation: Generation,
     max_new_tokens: int,
-) -> Iterator[tuple[torch.Tensor, list[int], int]]:
-    """Of each chain round: logits [D, V] of its block, the tokens that the target wrote there, and how many tokens
+) -> Iterator[tuple[Drafted, list[int], int]]:
+    """Of each chain round: what its block drafts, the tokens that the target wrote there, and how many tokens
     there were left to commit.
     """
     text = [*prompt_ids, *generation.output_ids]
@@ -97,6 +98,6 @@ def _blocks(
     for length in generation.acceptance_lengths:
         slots = min(drafter.block_size, len(prompt_ids) + max_new_tokens - start)
         new_taps_SF = None if taps_TF is None else taps_TF[seen:start]
-        logits_DV = drafter.block_logits(RoundContext(text[: start + 1], new_taps_SF, slots))
-        yield logits_DV, text[start + 1 : start + slots], len(text) - start - 1
+        draft = drafter.block_logits(RoundContext(text[: start + 1], new_taps_SF, slots))
+        yield draft, text[start + 1 : start + slots], len(text) - start - 1
         seen, start = start, start + length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -19,11 +19,14 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
 from draftline.export.files import WEIGHTS, read_json, whole_folder, write_json
+from draftline.export.quantize import quantization_config, quantize_weights, unquantized
 
 CARD = "draftline.json"
 README = "README.md"
 SCHEMA_VERSION = 1
-ExportDtype = Literal["bfloat16", "float32"]
+_MOST_TOLD = 64
+ExportDtype = Literal["bfloat16", "float32", "fp8"]
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 ExportFormat = Literal["zlab", "speculators"]
 ReadSpec = Callable[[Mapping[str, Any], str], DrafterSpec]
 
@@ -37,17 +40,24 @@ def write_export(
     config: Mapping[str, Any],
     provenance: Mapping[str, Any] | None,
     texts: Mapping[str, str],
+    borrowed: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes config.json, weights, draftline.json and the files in `texts` to `path`, whole or not at all.
+
+    Args:
+        borrowed: further tensors that the format wants beside the drafter's own, such as rows of the target's head.
 
     Raises:
         UserError: a foreign folder at `path`, or non-finite weights.
     """
+    stored = torch.float32 if dtype == "float32" else torch.bfloat16
     weights = {
-        name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        name: tensor.detach().to("cpu", stored if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in {**drafter.state_dict(), **(borrowed or {})}.items()
     }
     refuse_non_finite(weights, "export")
+    if dtype == "fp8":
+        weights, config = quantize_weights(weights), {**config, "quantization_config": quantization_config()}
     card = {
         "schema_version": SCHEMA_VERSION,
         "format": form,
@@ -68,8 +78,8 @@ def write_export(
 
 def require_dtype(dtype: str) -> None:
     """Raises UserError for a dtype that no export is written in."""
-    if dtype not in ("bfloat16", "float32"):
-        raise UserError(f"dtype {dtype!r} cannot be exported", where="export", mend="use bfloat16 or float32")
+    if dtype not in get_args(ExportDtype):
+        raise UserError(f"dtype {dtype!r} cannot be exported", where="export", mend="use bfloat16, float32 or fp8")
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -110,11 +120,16 @@ def read_checked_spec(path: Path, read: ReadSpec) -> DrafterSpec:
     for name in DrafterSpec.model_fields:
         if not _agree(name, spec, recorded):
             raise UserError(
-                f"{name} is {getattr(recorded, name)}, but config.json says {getattr(spec, name)}",
+                f"{name} is {told(getattr(recorded, name))}, but config.json says {told(getattr(spec, name))}",
                 where=str(path / CARD),
                 mend="one of the two was edited: restore it, or delete draftline.json if config.json is right",
             )
     return recorded
+
+
+def told(value: object) -> str:
+    """A field's value for a message; a whole vocabulary would be no line."""
+    return f"a list of {len(value)}" if isinstance(value, tuple) and len(value) > _MOST_TOLD else str(value)
 
 
 def causal_layers(spec: DrafterSpec) -> tuple[bool, ...]:
@@ -161,11 +176,18 @@ def build_drafter(
         raise UserError(
             f"describes no drafter that can be built ({reason})", where=where, mend="export again"
         ) from error
+    weights = unquantized(_bare_codebooks(weights), read_json(path / "config.json"), str(path / WEIGHTS))
     _check_weights(weights, expected, str(path / WEIGHTS))
     drafter = Drafter(spec)
     stored = next(iter(weights.values())).dtype
     drafter.to(stored).load_state_dict(weights)
     return drafter.to(device=device, dtype=dtype or stored).eval()
+
+
+def _bare_codebooks(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Published checkpoints name the selector's codebooks without `.weight`, z-lab's own saves with it."""
+    renamed = {f"{name}.weight": name for name in _CODEBOOKS}
+    return {renamed.get(name, name): tensor for name, tensor in weights.items()}
 
 
 def _check_weights(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:

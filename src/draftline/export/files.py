@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, from one file or several.
+def read_weights(folder: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, from one file or several.
+
+    Args:
+        names: only these, where they are there; None: all.
 
     Raises:
         UserError: no weights, a broken file, or a tensor in two files.
@@ -100,7 +103,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as handle:
-                weights.update({key: handle.get_tensor(key) for key in handle.keys()})  # noqa: SIM118 - not a dict
+                found = [key for key in handle.keys() if names is None or key in names]  # noqa: SIM118 - not a dict
+                weights.update({key: handle.get_tensor(key) for key in found})
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
     return weights

@@ -13,6 +13,7 @@ from draftline.export.common import ExportFormat
 from draftline.export.files import read_json
 from draftline.export.speculators import load_speculators, read_speculators_spec
 from draftline.export.zlab import load_export, read_spec
+from draftline.export.zlab_config import ARCHITECTURE, ARCHITECTURE_2
 
 
 def detect_format(path: Path) -> ExportFormat:
@@ -24,7 +25,7 @@ def detect_format(path: Path) -> ExportFormat:
     config = read_json(Path(path).expanduser() / "config.json")
     if "speculators_model_type" in config:
         return "speculators"
-    if "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or []):
+    if "dflash_config" in config or {ARCHITECTURE, ARCHITECTURE_2} & set(map(str, config.get("architectures") or ())):
         return "zlab"
     names = ", ".join(map(str, config.get("architectures") or []))
     raise UserError(

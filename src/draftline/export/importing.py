@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.errors import UserError
@@ -70,13 +71,19 @@ def import_checkpoint(source: Path, output: Path, *, num_target_layers: int | No
     return Imported(output, spec, tuple(mended))
 
 
-def mend_spec(spec: DrafterSpec) -> tuple[DrafterSpec, list[str]]:
+def mend_spec(spec: DrafterSpec, *, keeps_vocabulary: bool = False) -> tuple[DrafterSpec, list[str]]:
     """The spec as it will be trained on and served, and what that changes.
 
+    Training and z-lab's format are over the whole vocabulary, which a drafter of a pruned one drafts from as well.
     Servers measure windows from the query. A drafter trained with windows from the anchor loses up to a block of old
     tokens in late slots there, so training goes on with what will be served.
     """
+    changes: dict[str, Any] = {}
+    lines = []
     if slides(spec) and spec.window_origin == "anchor":
-        line = "the window is measured from the query, as servers do; it was trained from the anchor"
-        return spec.model_copy(update={"window_origin": "query"}), [line]
-    return spec, []
+        changes["window_origin"] = "query"
+        lines.append("the window is measured from the query, as servers do; it was trained from the anchor")
+    if spec.draft_vocabulary is not None and not keeps_vocabulary:
+        changes["draft_vocabulary"] = None
+        lines.append(f"drafts from the whole vocabulary; it was pruned to {len(spec.draft_vocabulary)} tokens")
+    return spec.model_copy(update=changes), lines

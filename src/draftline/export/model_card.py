@@ -27,10 +27,9 @@ def model_card(spec: DrafterSpec, *, form: ExportFormat, dtype: str, provenance:
     target = str(provenance.get("target") or "TARGET")
     parts = [
         _front_matter(provenance),
-        f"# DFlash drafter for {target}\n\n"
+        f"# {'DFlash' if spec.dflash2 is None else 'DFlash2'} drafter for {target}\n\n"
         f"A block drafter for speculative decoding, in {FORMAT_NAMES[form]} ({dtype}), written by draftline "
-        f"{__version__}. "
-        "It holds the drafter's own layers only; embedding and head are the target's.",
+        f"{__version__}. " + _contents(spec),
         "## Serving\n\nNot run by draftline's own tests:\n\n" + _commands(spec, form, target),
         _serving_notes(provenance),
         "## Drafter\n\n" + _table(_drafter_rows(spec)),
@@ -38,6 +37,15 @@ def model_card(spec: DrafterSpec, *, form: ExportFormat, dtype: str, provenance:
         "## Training\n\n" + _training(provenance),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _contents(spec: DrafterSpec) -> str:
+    if spec.draft_vocabulary is None:
+        return "It holds the drafter's own layers only; embedding and head are the target's."
+    return (
+        f"It drafts {len(spec.draft_vocabulary)} of the target's {spec.vocab_size} tokens, and holds their rows of the "
+        "target's head beside the drafter's own layers."
+    )
 
 
 def _front_matter(provenance: Mapping[str, Any]) -> str:
@@ -74,6 +82,10 @@ def _drafter_rows(spec: DrafterSpec) -> list[tuple[str, Any]]:
         ("heads", f"{spec.num_heads} / {spec.num_kv_heads} of {spec.head_dim}"),
         ("rotary", json.dumps(spec.rope_parameters)),
     ]
+    if spec.dflash2 is not None:
+        rows.append(("convolutions", f"{spec.dflash2.conv_kernel_size} taps, groups of {spec.dflash2.conv_group_size}"))
+        sizes = f"rank {spec.dflash2.selector_rank}, {spec.dflash2.selector_top_k} candidates"
+        rows.append(("candidate selector", sizes))
     if slides(spec):
         kinds = ", ".join(kind.removesuffix("_attention") for kind in spec.layer_types)
         rows.append(("attention", f"{kinds}; window {spec.sliding_window} from the {spec.window_origin}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draftline.config.dflash2 import Dflash2Config
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.load import dump_config
 from draftline.config.schema import DrafterConfig, SlidingWindowConfig
@@ -50,6 +51,8 @@ def drafter_section(spec: DrafterSpec, init_from: Path) -> str:
         )
     names = ("num_layers", "block_size", "mask_token_id", "taps", "intermediate_size", "num_heads", "num_kv_heads")
     fields: dict[str, Any] = {name: getattr(spec, name) for name in (*names, "head_dim")}
+    if spec.dflash2 is not None:
+        fields |= {"kind": "dflash2", "dflash2": Dflash2Config(**spec.dflash2.model_dump())}
     config = DrafterConfig(**fields, sliding=sliding, init="checkpoint", init_from=init_from)
     lines = dump_config(config).splitlines()
     return "\n".join(["drafter:", *(f"  {line}" for line in lines)]) + "\n"

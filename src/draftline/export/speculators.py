@@ -1,7 +1,8 @@
 """Drafters in speculators' checkpoint format, which vLLM serves by itself: `vllm serve FOLDER` also finds the target.
 
-The format has room for copies of the target's embedding and head. We write none: speculators 0.9 writes none either for
-a whole vocabulary, and both it and vLLM take the target's own. Copies in a file of others are left out on reading.
+The format has room for copies of the target's embedding and head. For a whole vocabulary we write none, as speculators
+0.9: both it and vLLM take the target's own. A pruned vocabulary wants its rows of the head and a map; its head is
+frozen in speculators too, so on reading copies are left out and the map is enough.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.model import Drafter
+from draftline.errors import UserError
 from draftline.export.common import (
     README,
     build_drafter,
@@ -22,11 +24,12 @@ from draftline.export.common import (
     require_dtype,
     write_export,
 )
-from draftline.export.files import read_weights
+from draftline.export.files import WEIGHTS, read_json, read_weights
 from draftline.export.model_card import model_card
-from draftline.export.speculators_config import Verifier, spec_from_speculators, speculators_config
+from draftline.export.speculators_config import Verifier, is_pruned, spec_from_speculators, speculators_config
+from draftline.export.vocabulary import TO_DRAFT, TO_TARGET, read_vocabulary, vocabulary_tensors
 
-# The target's, or maps of a pruned vocabulary, which `spec_from_speculators` has refused by then.
+# The target's, or the map of a pruned vocabulary, which the spec tells.
 _NOT_THE_DRAFTERS = frozenset(
     {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"}
 )
@@ -48,16 +51,29 @@ def export_speculators(
     dtype: str = "bfloat16",
     *,
     provenance: Mapping[str, Any] | None = None,
+    head_DH: torch.Tensor | None = None,
 ) -> Path:
     """Writes `drafter` to the folder `path`, whole or not at all. Arguments and errors as for `export_zlab`.
 
     Args:
         verifier: the target, as servers will find it.
+        head_DH: the rows of the target's head for the spec's `draft_vocabulary`; needed if it has one.
 
     Raises:
         UserError: also a spec that vLLM would serve otherwise than it was trained.
     """
     require_dtype(dtype)
+    if dtype == "fp8":
+        raise UserError(
+            "fp8 weights are not possible in speculators' format", where="export", mend="export with --format zlab"
+        )
+    ids, borrowed = drafter.spec.draft_vocabulary, None
+    if ids is not None:
+        if head_DH is None or head_DH.shape != (len(ids), drafter.spec.hidden_size):
+            raise UserError(
+                "a pruned vocabulary needs its rows of the target's head", where="export", mend="give --target"
+            )
+        borrowed = vocabulary_tensors(ids, head_DH, drafter.spec.vocab_size)
     facts = {"target": verifier.name_or_path, **(provenance or {})}
     return write_export(
         drafter,
@@ -66,6 +82,7 @@ def export_speculators(
         form="speculators",
         config=speculators_config(drafter.spec, dtype, verifier),
         provenance=facts,
+        borrowed=borrowed,
         texts={README: model_card(drafter.spec, form="speculators", dtype=dtype, provenance=facts)},
     )
 
@@ -90,8 +107,11 @@ def load_speculators(
 
 def read_speculators_spec(path: Path, num_target_layers: int | None = None) -> DrafterSpec:
     """The spec of an export, from config.json; what it cannot tell from draftline.json or the argument."""
-    recorded = read_recorded_spec(path)
+    recorded, config = read_recorded_spec(path), read_json(path / "config.json")
     unsaid: dict[str, Any] = {} if recorded is None else {name: getattr(recorded, name) for name in _UNSAID}
     if num_target_layers is not None:
         unsaid["num_target_layers"] = num_target_layers
+    if is_pruned(config):
+        wanted = (TO_TARGET, TO_DRAFT)
+        unsaid["draft_vocabulary"] = read_vocabulary(read_weights(path, wanted), str(path / WEIGHTS))
     return read_checked_spec(path, lambda config, where: spec_from_speculators(config, where, unsaid))

@@ -14,10 +14,16 @@ from typing import Any
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.errors import UserError
 from draftline.export.common import causal_layers, slides
-from draftline.export.zlab_config import ARCHITECTURE, drafter_spec, transformer_config, transformer_fields
+from draftline.export.zlab_config import (
+    DFLASH2_KEYS,
+    architecture_of,
+    drafter_spec,
+    transformer_config,
+    transformer_fields,
+)
 from draftline.target.conventions import aux_ids_to_taps, taps_to_aux_ids
 
-MODEL_TYPE = "dflash"
+MODEL_TYPE, MODEL_TYPE_2 = "dflash", "dflash2"
 SPECULATORS_VERSION = "0.9.0"  # whose DFlash fields these are
 
 
@@ -45,13 +51,15 @@ def speculators_config(spec: DrafterSpec, dtype: str, verifier: Verifier) -> dic
     refuse_unservable_by_vllm(spec)
     if not verifier.name_or_path:
         raise UserError("the target's name is not known", where="export", mend="give it with --target")
+    kind = MODEL_TYPE if spec.dflash2 is None else MODEL_TYPE_2
     return {
-        "architectures": [ARCHITECTURE],
-        "speculators_model_type": MODEL_TYPE,
+        "architectures": [architecture_of(spec)],
+        "speculators_model_type": kind,
         "speculators_version": SPECULATORS_VERSION,
         "aux_hidden_state_layer_ids": list(taps_to_aux_ids(spec.taps, spec.num_target_layers)),
         "block_size": spec.block_size,
-        "draft_vocab_size": spec.vocab_size,
+        **({} if spec.dflash2 is None else spec.dflash2.model_dump()),
+        "draft_vocab_size": spec.vocab_size if spec.draft_vocabulary is None else len(spec.draft_vocabulary),
         "mask_token_id": spec.mask_token_id,
         "sample_from_anchor": False,
         "sliding_window_non_causal": not any(causal_layers(spec)),
@@ -59,7 +67,7 @@ def speculators_config(spec: DrafterSpec, dtype: str, verifier: Verifier) -> dic
         "tie_word_embeddings": False,
         "dtype": dtype,
         "speculators_config": {
-            "algorithm": MODEL_TYPE,
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -89,6 +97,8 @@ def refuse_unservable_by_vllm(spec: DrafterSpec) -> None:
         reason = f"a window of {spec.sliding_window} below the block size {spec.block_size} in bidirectional layers"
     elif spec.input_embedding_scale != 1.0:
         reason = f"input_embedding_scale {spec.input_embedding_scale:g}: the format has no such factor"
+    elif spec.dflash2 is not None and (spec.output_multiplier != 1.0 or spec.final_logit_softcapping is not None):
+        reason = "the selector adds to logits behind multiplier and soft cap, for which the format has no place"
     if reason is not None:
         raise UserError(
             f"cannot be served from speculators' format, {reason}", where="export", mend="export with --format zlab"
@@ -105,7 +115,7 @@ def spec_from_speculators(config: Mapping[str, Any], where: str, unsaid: Mapping
             be among them.
 
     Raises:
-        UserError: another algorithm, missing or contradicting fields, a pruned vocabulary, a shifted layout.
+        UserError: another algorithm, missing or contradicting fields, a shifted layout.
     """
     _check_kind(config, where)
     inner = config.get("transformer_layer_config")
@@ -116,7 +126,7 @@ def spec_from_speculators(config: Mapping[str, Any], where: str, unsaid: Mapping
     for name in ("aux_hidden_state_layer_ids", "block_size", "mask_token_id"):
         if config.get(name) is None:
             raise UserError(f"{name} is missing", where=where, mend=f"add {name}; it cannot be guessed")
-    _check_vocabulary(config, inner, where)
+    _check_vocabulary(config, inner, unsaid.get("draft_vocabulary"), where)
     _check_hidden(config, inner, where)
     num_target_layers = unsaid.get("num_target_layers")
     if num_target_layers is None:
@@ -136,6 +146,7 @@ def spec_from_speculators(config: Mapping[str, Any], where: str, unsaid: Mapping
             "sliding_window": inner.get("sliding_window") if sliding else None,
             "in_block_attention": "bidirectional" if sliding and non_causal(config) else "zlab",
             "window_origin": "anchor" if sliding else "query",
+            "dflash2": _dflash2(config, where),
             **unsaid,
         },
         where,
@@ -143,23 +154,42 @@ def spec_from_speculators(config: Mapping[str, Any], where: str, unsaid: Mapping
 
 
 def non_causal(config: Mapping[str, Any]) -> bool:
-    """The switch as speculators' class reads it: absent means causal sliding layers."""
-    return bool(config.get("sliding_window_non_causal", False))
+    """The switch as speculators' class reads it: absent means causal sliding layers, in DFlash2 bidirectional ones."""
+    return bool(config.get("sliding_window_non_causal", config.get("speculators_model_type") == MODEL_TYPE_2))
 
 
 def _check_kind(config: Mapping[str, Any], where: str) -> None:
     kind = config.get("speculators_model_type")
-    if kind != MODEL_TYPE:
-        raise UserError(f"speculators_model_type is {kind!r}, expected 'dflash'", where=where, mend="give a DFlash one")
+    if kind not in (MODEL_TYPE, MODEL_TYPE_2):
+        what = f"speculators_model_type is {kind!r}, expected 'dflash' or 'dflash2'"
+        raise UserError(what, where=where, mend="give a DFlash one")
 
 
-def _check_vocabulary(config: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> None:
-    drafted, whole = config.get("draft_vocab_size"), inner.get("vocab_size")
-    if drafted != whole:
+def _dflash2(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    if config.get("speculators_model_type") == MODEL_TYPE:
+        return None
+    for key in DFLASH2_KEYS:
+        if config.get(key) is None:
+            raise UserError(f"{key} is missing", where=where, mend=f"add {key}; it cannot be guessed")
+    return {key: config[key] for key in DFLASH2_KEYS}
+
+
+def is_pruned(config: Mapping[str, Any]) -> bool:
+    """True if only a part of the target's vocabulary can be drafted."""
+    inner = config.get("transformer_layer_config")
+    return isinstance(inner, Mapping) and config.get("draft_vocab_size") != inner.get("vocab_size")
+
+
+def _check_vocabulary(
+    config: Mapping[str, Any], inner: Mapping[str, Any], ids: Sequence[int] | None, where: str
+) -> None:
+    drafted, found = config.get("draft_vocab_size"), inner.get("vocab_size") if ids is None else len(ids)
+    if drafted != found:
+        what = "the target's vocabulary" if ids is None else "the map in the weights"
         raise UserError(
-            f"draft_vocab_size is {drafted}, the target's vocabulary {whole}: a pruned head",
+            f"draft_vocab_size is {drafted}, {what} has {found} tokens",
             where=where,
-            mend="only drafters with the target's whole vocabulary can be read",
+            mend="give the weights that belong to this config.json",
         )
 
 

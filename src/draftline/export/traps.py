@@ -16,10 +16,12 @@ from draftline.errors import UserError
 from draftline.export.common import ExportFormat, causal_layers, slides
 from draftline.export.model_card import PREFIX_CACHE_WARNING
 from draftline.export.speculators_config import non_causal, refuse_unservable_by_vllm
+from draftline.export.vocabulary import HEAD
 from draftline.export.zlab_config import refuse_unservable
 
 Server = Literal["dflash", "vllm", "sglang"]
 SERVERS: tuple[Server, ...] = ("dflash", "vllm", "sglang")
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,11 @@ def proposals(subject: Subject) -> Iterator[TrapFinding]:
 def mask_token(subject: Subject) -> Iterator[TrapFinding]:
     """A mask token that text may hold."""
     spec = subject.spec
-    ends = spec.eos_token_id if isinstance(spec.eos_token_id, list) else [spec.eos_token_id]
-    for use, ids in (("end-of-text", ends), ("padding", [spec.pad_token_id]), ("begin-of-text", [spec.bos_token_id])):
+    for use, ids in (
+        ("end-of-text", _ends(spec)),
+        ("padding", [spec.pad_token_id]),
+        ("begin-of-text", [spec.bos_token_id]),
+    ):
         if spec.mask_token_id in ids:
             what = f"mask_token_id {spec.mask_token_id} is the target's {use} token"
             yield TrapFinding("refuse", "any", what, "train with a row that text never uses")
@@ -194,11 +199,18 @@ def factors(subject: Subject) -> Iterator[TrapFinding]:
         yield TrapFinding(level, "vllm", what, "see whether the server scales by itself: measure its acceptance")
     if spec.output_multiplier != 1.0 or spec.final_logit_softcapping is not None:
         what = "vLLM leaves out the drafter's logit multiplier and soft cap"
-        yield TrapFinding("note", "vllm", what, "greedy drafts are the same; sampled ones are not")
+        if spec.dflash2 is not None:
+            what += ", to which the candidate selector adds its scores"
+            yield TrapFinding("refuse", "vllm", what, "serve it with SGLang or dflash")
+        else:
+            yield TrapFinding("note", "vllm", what, "greedy drafts are the same; sampled ones are not")
 
 
 def precision(subject: Subject) -> Iterator[TrapFinding]:
     """Weights in several dtypes, or in another than the file says."""
+    if subject.config.get("quantization_config") is not None:
+        yield from _quantised(subject)
+        return
     named = str(subject.config.get("dtype") or subject.config.get("torch_dtype") or "").removeprefix("torch.")
     found = sorted({dtype for name, dtype in subject.dtypes.items() if name.endswith("_proj.weight")})
     if len(found) > 1:
@@ -207,6 +219,40 @@ def precision(subject: Subject) -> Iterator[TrapFinding]:
         yield TrapFinding("refuse", "any", f"dtype is {named}, the weights are {found[0]}", _EXPORT_AGAIN)
     elif found and found[0] != "bfloat16":
         yield TrapFinding("note", "any", f"weights are {found[0]}; servers compute in bfloat16", "export with --dtype")
+
+
+def _quantised(subject: Subject) -> Iterator[TrapFinding]:
+    fused = [n for n, d in subject.dtypes.items() if d == FP8 and n.endswith(("q_proj.weight", "k_proj.weight"))]
+    if fused:
+        what = f"{fused[0]} is {FP8}: servers join the raw key and value weights of all layers"
+        yield TrapFinding("refuse", "vllm", what, "leave q_proj, k_proj and v_proj in bf16")
+    unscaled = [n for n, d in subject.dtypes.items() if d == FP8 and f"{n}_scale" not in subject.dtypes]
+    if unscaled:
+        yield TrapFinding("refuse", "any", f"{unscaled[0]} is {FP8} without a scale", _EXPORT_AGAIN)
+    yield TrapFinding("note", "dflash", "weights are in 8 bits", "install compressed-tensors beside transformers")
+
+
+def pruned_vocabulary(subject: Subject) -> Iterator[TrapFinding]:
+    """A head with a part of the target's tokens, and the map to them."""
+    ids = subject.spec.draft_vocabulary
+    if ids is None:
+        return
+    rows = subject.shapes.get(HEAD)
+    if rows != (len(ids), subject.spec.hidden_size):
+        found = "is missing" if rows is None else f"has shape {rows}"
+        what = f"{HEAD} {found}: a head of {len(ids)} tokens has ({len(ids)}, {subject.spec.hidden_size})"
+        yield TrapFinding("refuse", "vllm", what, "export it again with --target")
+    missing = [token for token in _ends(subject.spec) if token not in set(ids)]
+    if missing:
+        what = f"the end-of-text token {missing[0]} cannot be drafted: each answer's last round is cut short"
+        yield TrapFinding("note", "any", what, "keep it when pruning")
+    what = f"drafts {len(ids)} of {subject.spec.vocab_size} tokens: a round ends where the target writes another one"
+    yield TrapFinding("note", "any", what, "compare its acceptance with that of the whole vocabulary")
+
+
+def _ends(spec: DrafterSpec) -> list[int]:
+    ends = spec.eos_token_id if isinstance(spec.eos_token_id, list) else [spec.eos_token_id]
+    return [token for token in ends if token is not None]
 
 
 def mixed_layers(subject: Subject) -> Iterator[TrapFinding]:
@@ -267,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     mask_token,
     factors,
     precision,
+    pruned_vocabulary,
     mixed_layers,
     expressible,
     recurrent_target,

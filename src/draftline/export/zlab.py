@@ -34,7 +34,7 @@ def export_zlab(
     Args:
         drafter: its spec decides the configuration.
         path: must not exist, be empty, or be an earlier export of ours (which is replaced).
-        dtype: "bfloat16" (what servers load) or "float32" (exact masters).
+        dtype: "bfloat16" (what servers load), "float32" (exact masters) or "fp8" (see `quantize.py`).
         provenance: JSON-able facts kept in draftline.json and told in README.md: target, data, run, step.
         texts: further text files of the folder, by name.
 
@@ -51,7 +51,7 @@ def export_zlab(
         path,
         dtype,
         form="zlab",
-        config=zlab_config(drafter.spec, dtype),
+        config=zlab_config(drafter.spec, "bfloat16" if dtype == "fp8" else dtype),
         provenance=provenance,
         texts={
             README: model_card(drafter.spec, form="zlab", dtype=dtype, provenance=provenance or {}),

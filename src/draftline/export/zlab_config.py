@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from draftline.config.drafter_spec import DrafterSpec, InBlockAttention
+from draftline.config.drafter_spec import Dflash2Spec, DrafterSpec, InBlockAttention
 from draftline.errors import UserError
 
 ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE_2 = "DFlash2DraftModel"
+DFLASH2_KEYS = tuple(Dflash2Spec.model_fields)
 _ROPE_KEYS_OF_THE_CLASS = ("default", "linear", "yarn", "llama3")
 
 
@@ -35,9 +37,12 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
         "output_multiplier": spec.output_multiplier,
         "final_logit_softcapping": spec.final_logit_softcapping,
     }
+    if spec.dflash2 is not None:
+        inner |= spec.dflash2.model_dump()
+    architecture = architecture_of(spec)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
+        "architectures": [architecture],
+        "auto_map": {"AutoModel": f"dflash.{architecture}"},
         "model_type": "qwen3",
         "block_size": spec.block_size,
         "num_target_layers": spec.num_target_layers,
@@ -48,6 +53,11 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
     if spec.in_block_attention != "zlab":
         config["is_causal"] = inner["causal"] = spec.in_block_attention == "causal"
     return config
+
+
+def architecture_of(spec: DrafterSpec) -> str:
+    """Name of the class that servers load; with the wrong one DFlash2's own weights are left out silently."""
+    return ARCHITECTURE if spec.dflash2 is None else ARCHITECTURE_2
 
 
 def transformer_config(spec: DrafterSpec) -> dict[str, Any]:
@@ -96,6 +106,8 @@ def refuse_unservable(spec: DrafterSpec) -> None:
         reason = f"rope_type {rope_type!r}: z-lab's class rotates by {', '.join(_ROPE_KEYS_OF_THE_CLASS)} only"
     elif float(spec.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         reason = "partial_rotary_factor below 1: z-lab's class rotates whole heads"
+    elif spec.draft_vocabulary is not None:
+        reason = f"a head of {len(spec.draft_vocabulary)} tokens: z-lab's class drafts from the whole vocabulary"
     if reason is not None:
         raise UserError(f"cannot be served from z-lab's format, {reason}", where="export", mend="train without it")
 
@@ -110,8 +122,8 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
     Raises:
         UserError: missing or contradicting taps, mask token, block size, layout or mask semantics; other architectures.
     """
-    _check_architecture(config, where)
     read = _Reader(config, where)
+    dflash2 = _dflash2(read)
     layer_types, window = _layer_types(read)
     return drafter_spec(
         {
@@ -128,6 +140,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
             "input_embedding_scale": read.either("input_embedding_scale", default=1.0),
             "output_multiplier": read.either("output_multiplier", default=1.0),
             "final_logit_softcapping": read.either("final_logit_softcapping", default=None) or None,
+            "dflash2": dflash2,
         },
         where,
     )
@@ -206,11 +219,24 @@ class _Reader:
         return UserError(f"{key} is missing", where=self.where, mend=f"add {key}; it cannot be guessed")
 
 
-def _check_architecture(config: Mapping[str, Any], where: str) -> None:
-    names = config.get("architectures") or []
+def _dflash2(read: _Reader) -> dict[str, Any] | None:
+    """DFlash2's sizes, or None for a DFlash drafter; the architecture's name decides, as in z-lab's loader."""
+    names = read.config.get("architectures") or []
+    if ARCHITECTURE_2 in names:
+        return {key: read.either(key) for key in DFLASH2_KEYS}
     if ARCHITECTURE not in names:
         found = f"architecture {', '.join(map(str, names))}" if names else "no architecture"
-        raise UserError(f"{found}, expected {ARCHITECTURE}", where=where, mend="give a DFlash drafter")
+        raise UserError(
+            f"{found}, expected {ARCHITECTURE} or {ARCHITECTURE_2}", where=read.where, mend="give a DFlash drafter"
+        )
+    present = [key for key in DFLASH2_KEYS if read.either(key, default=None) is not None]
+    if present:
+        raise UserError(
+            f"{present[0]} is set, but the architecture is {ARCHITECTURE}: a loader would leave DFlash2's weights out",
+            where=read.where,
+            mend=f"name {ARCHITECTURE_2} in architectures",
+        )
+    return None
 
 
 def _layout(read: _Reader) -> Literal["same"]:
@@ -256,6 +282,12 @@ def _layer_types(read: _Reader) -> tuple[tuple[Any, ...], int | None]:
 def _in_block(read: _Reader, layer_types: tuple[Any, ...]) -> InBlockAttention:
     """`is_causal` holds for all layers; without it sliding layers are causal inside a block and full ones are not."""
     is_causal, causal = read.config.get("is_causal"), read.inner.get("causal")
+    if read.inner.get("is_causal") is not None and read.inner["is_causal"] != is_causal:
+        raise UserError(
+            f"is_causal is {read.inner['is_causal']} in dflash_config, where no server reads it",
+            where=read.where,
+            mend="set it at the top level to the value it was trained with",
+        )
     if is_causal is not None and causal is not None and bool(is_causal) != bool(causal):
         raise UserError(
             f"is_causal is {is_causal} but dflash_config.causal is {causal}", where=read.where, mend="make them agree"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -13,7 +13,7 @@ from draftline.config.schema import TargetConfig
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
 from draftline.export.check import check_export
-from draftline.export.common import ExportFormat, read_provenance, read_recorded_spec
+from draftline.export.common import ExportDtype, ExportFormat, read_provenance, read_recorded_spec
 from draftline.export.files import read_json
 from draftline.export.formats import detect_format, load_drafter_export
 from draftline.export.importing import import_checkpoint, mend_spec
@@ -26,6 +26,7 @@ from draftline.pipeline.checkpoint import Checkpoint, CheckpointError, read_chec
 from draftline.pipeline.choice import NEWEST, choose_checkpoint
 from draftline.pipeline.core import LedgerState
 from draftline.pipeline.provenance import evaluation_facts, run_provenance
+from draftline.pipeline.pruning import data_of_run, head_rows, prune_spec
 from draftline.target.facts import target_facts
 
 
@@ -52,6 +53,7 @@ def export_run(
     target: str | None = None,
     reports: Sequence[Path] = (),
     checkpoint: str = NEWEST,
+    vocabulary: tuple[int, Path | None] | None = None,
 ) -> Path:
     """Exports a checkpoint of a run, or converts an export of any format, to `output`.
 
@@ -60,14 +62,19 @@ def export_run(
         target: how servers find the target (hub id or folder); None: as the run or export names it.
         reports: evaluation reports whose numbers go into the card.
         checkpoint: of a run: `newest`, `best` by validation, or the number of a round.
+        vocabulary: how many tokens can be drafted, and the data whose commonest they are (None: the run's).
 
     Raises:
         UserError: nothing to export, or a format that would be served otherwise than it was trained.
     """
-    if dtype not in ("bfloat16", "float32"):
-        raise UserError(f"dtype {dtype!r} is not known", where="--dtype", mend="use bfloat16 or float32")
+    if dtype not in get_args(ExportDtype):
+        names = ", ".join(get_args(ExportDtype))
+        raise UserError(f"dtype {dtype!r} is not known", where="--dtype", mend=f"use one of {names}")
     verifier = _verifier(target, may_be_elsewhere=True)
-    drafter, facts = _source(_chosen(source, checkpoint)[0], verifier)
+    drafter, facts = _source(_chosen(source, checkpoint)[0], verifier, keeps_vocabulary=form == "speculators")
+    if vocabulary is not None:
+        size, data = vocabulary
+        drafter.spec = prune_spec(drafter.spec, size, data_of_run(source) if data is None else data)
     facts |= evaluation_facts(reports)
     if verifier is not None:
         facts["target"] = verifier.name_or_path
@@ -75,7 +82,9 @@ def export_run(
             facts["target_architectures"] = list(verifier.architectures)
     if form == "speculators":
         named = Verifier(str(facts.get("target") or ""), tuple(facts.get("target_architectures") or ()))
-        export_speculators(drafter, output, named, dtype, provenance=facts)
+        ids = drafter.spec.draft_vocabulary
+        head_DH = None if ids is None else head_rows(named.name_or_path, ids)
+        export_speculators(drafter, output, named, dtype, provenance=facts, head_DH=head_DH)
     else:
         export_zlab(drafter, output, dtype=dtype, provenance=facts)
     return output
@@ -90,6 +99,7 @@ def export_command(
     target: str | None,
     reports: Sequence[Path],
     checkpoint: str = NEWEST,
+    vocabulary: tuple[int, Path | None] | None = None,
 ) -> list[str]:
     """`draftline export`: exports, then checks what it wrote. Returns what to print."""
     if source is None or output is None:
@@ -97,7 +107,16 @@ def export_command(
         raise UserError(f"{missing} is missing", where="export", mend="draftline export RUN --output FOLDER")
     chosen = _form(form) or "zlab"
     _, label = _chosen(source, checkpoint)
-    export_run(source, output, dtype=dtype, form=chosen, target=target, reports=reports, checkpoint=checkpoint)
+    export_run(
+        source,
+        output,
+        dtype=dtype,
+        form=chosen,
+        target=target,
+        reports=reports,
+        checkpoint=checkpoint,
+        vocabulary=vocabulary,
+    )
     report = check_export(output, form=chosen)
     return [f"exported: {output}{label}", *report.lines()]
 
@@ -146,14 +165,14 @@ def _chosen(source: Path, checkpoint: str) -> tuple[Path, str]:
     return choice.folder, f" ({choice.label} of {source})"
 
 
-def _source(source: Path, verifier: Verifier | None) -> tuple[Drafter, dict[str, Any]]:
+def _source(source: Path, verifier: Verifier | None, *, keeps_vocabulary: bool) -> tuple[Drafter, dict[str, Any]]:
     if not (source / "config.json").is_file():
         checkpoint = read_checkpoint(source)
         committed = LedgerState.from_json(checkpoint.state["ledger"]).n_committed
         run = source.parents[1]
         return _build(source, checkpoint), run_provenance(run, committed_rows=committed)
     drafter = load_drafter_export(source, num_target_layers=None if verifier is None else verifier.num_layers)
-    drafter.spec, mended = mend_spec(drafter.spec)
+    drafter.spec, mended = mend_spec(drafter.spec, keeps_vocabulary=keeps_vocabulary)
     facts = {**_named_target(read_json(source / "config.json")), **read_provenance(source)}
     return drafter, {**facts, "mended": mended} if mended else facts
 

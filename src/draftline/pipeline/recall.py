@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from draftline.drafter.metrics import RECALL_AT, StepStats
+from draftline.drafter.metrics import RECALL_AT, StepStats, selector_summary
 
 HALF_LIFE_ROWS = 50.0
 EVERY_S = 60.0  # K positions times five k's are many numbers: rarer than the other curves
@@ -15,12 +15,15 @@ EVERY_S = 60.0  # K positions times five k's are many numbers: rarer than the ot
 def recall_curves(stats: StepStats, kind: str) -> dict[str, float]:
     """`validation/recall_4/slot_2` and so on, in 0..1; slots that were never supervised are left out.
 
+    Of a candidate selector also `validation/selector_accuracy` and so on; see `selector_summary`.
+
     Args:
         stats: sums over rows, on the host.
         kind: `train` or `validation`.
     """
     counts = stats.per_slot("count").tolist()
-    return {
+    selector = selector_summary(stats) or {}
+    return {f"{kind}/selector_{name}": round(value, 4) for name, value in selector.items() if value is not None} | {
         f"{kind}/recall_{k}/slot_{slot}": round(hits / count, 4)
         for k in RECALL_AT
         for slot, (hits, count) in enumerate(zip(stats.per_slot(f"recall_{k}").tolist(), counts, strict=True), start=1)

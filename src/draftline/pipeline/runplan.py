@@ -245,6 +245,8 @@ def _activation_bytes(plan: RunPlan, element: int) -> int:
     tokens = plan.config.data.row_tokens
     kv = 2 * spec.num_kv_heads * spec.head_dim
     per_position = 6 * spec.hidden_size + 3 * spec.intermediate_size + 2 * spec.num_heads * spec.head_dim + kv
+    if spec.dflash2 is not None:
+        per_position += 8 * spec.hidden_size  # what goes into and comes out of the four convolutions of a layer
     layers = spec.num_layers * element * (positions * per_position + tokens * kv)
     chunk = min(objective.head_chunk_positions, positions)
     return layers + chunk * spec.vocab_size * (4 + element) + 3 * positions * spec.hidden_size * element

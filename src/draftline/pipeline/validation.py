@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from draftline.config.schema import ValidationConfig
+from draftline.decode.path_tree import accepted_in_path_trees
 from draftline.decode.tree_batch import accepted_in_trees
 from draftline.decode.walk import Answer, WalkSums, answers_of, walk_answers
 from draftline.drafter.metrics import TreeMetric
@@ -16,7 +17,9 @@ from draftline.target.loop import map_tensors
 
 def tree_metric(config: ValidationConfig) -> TreeMetric | None:
     """The trees that a drafter's step scores; None without any."""
-    return TreeMetric(config.tree_budgets, accepted_in_trees) if config.tree_budgets else None
+    if not config.tree_budgets:
+        return None
+    return TreeMetric(config.tree_budgets, accepted_in_trees, accepted_in_path_trees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.errors import UserError
-from draftline.export.common import causal_layers, slides
+from draftline.export.common import causal_layers, slides, told
 from draftline.export.formats import read_drafter_spec
 
 # What the configuration has no key for: a checkpoint of others keeps its own, whatever our defaults for its target are.
@@ -40,6 +40,9 @@ def spec_to_train_on(wanted: DrafterSpec, checkpoint: Path | None) -> DrafterSpe
 def require_same_spec(found: DrafterSpec, wanted: DrafterSpec, where: Path) -> None:
     """A drafter that is trained further must be the one that the configuration describes.
 
+    A DFlash drafter may go on as a DFlash2 one, whose further parts start without effect. A pruned vocabulary is a
+    matter of exports: training is over the whole one.
+
     Raises:
         UserError: names each field that differs, with both values.
     """
@@ -47,7 +50,7 @@ def require_same_spec(found: DrafterSpec, wanted: DrafterSpec, where: Path) -> N
     if fields:
         raise UserError(
             "is a drafter of another shape: "
-            + ", ".join(f"{n} {getattr(found, n)} there, {getattr(wanted, n)} here" for n in fields),
+            + ", ".join(f"{n} {told(getattr(found, n))} there, {told(getattr(wanted, n))} here" for n in fields),
             where=str(where),
             mend="change the drafter section (`draftline import` writes the right one), or start from another drafter",
         )
@@ -58,5 +61,7 @@ def _same(name: str, found: DrafterSpec, wanted: DrafterSpec) -> bool:
     if name == "in_block_attention":
         return causal_layers(found) == causal_layers(wanted)
     if name in ("window_origin", "sliding_window") and not slides(found):
+        return True
+    if name == "draft_vocabulary" or (name == "dflash2" and found.dflash2 is None):
         return True
     return bool(getattr(found, name) == getattr(wanted, name))

@@ -127,14 +127,21 @@ def initial_weights(config: RunConfig, spec: DrafterSpec, target: Target) -> dic
     if config.drafter.init_from is not None:
         source = load_drafter_export(config.drafter.init_from, num_target_layers=spec.num_target_layers)
         require_same_spec(source.spec, spec, config.drafter.init_from)
-        return {name: value.float() for name, value in source.state_dict().items()}
-    drafter = Drafter(spec)
-    generator = torch.Generator().manual_seed(config.seed)
-    drafter.init_weights(generator)
+        started = {name: value.float() for name, value in source.state_dict().items()}
+        if spec.dflash2 is None or source.spec.dflash2 is not None:
+            return started
+        return {**_new_drafter(config, spec)[0].state_dict(), **started}  # what DFlash2 adds starts without effect
+    drafter, generator = _new_drafter(config, spec)
     if config.drafter.init == "target_layers":
         assert isinstance(target, LoadedTarget)  # the configuration refuses stored ones
         start_from_target(drafter, target, chosen_init_layers(config, target.num_layers), generator)
     return dict(drafter.state_dict())
+
+
+def _new_drafter(config: RunConfig, spec: DrafterSpec) -> tuple[Drafter, torch.Generator]:
+    drafter, generator = Drafter(spec), torch.Generator().manual_seed(config.seed)
+    drafter.init_weights(generator)
+    return drafter, generator
 
 
 def _make_drafter(

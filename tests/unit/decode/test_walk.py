@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from decoding_kit import random_prompt, tiny_spec, tiny_target
-from draftline.config.drafter_spec import DrafterSpec
+from dflash2_kit import DFLASH2, awake
+from draftline.config.drafter_spec import Dflash2Spec, DrafterSpec
 from draftline.config.schema import NoDecay, ObjectiveConfig, ValidationConfig
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import BoundDrafter, chain_generate
@@ -20,6 +21,7 @@ from draftline.decode.plain import plain_generate
 from draftline.decode.tree_generate import tree_generate
 from draftline.decode.tree_replay import tree_replay
 from draftline.decode.walk import Answer, WalkSums, answers_of, walk_answers
+from draftline.drafter.drafts import SlotDrafts
 from draftline.drafter.model import Drafter
 from draftline.drafter.step import DrafterStep
 from draftline.pipeline.validation import Validator, choose_answers, tree_metric
@@ -33,6 +35,7 @@ LIMIT = 24
 KINDS = {
     "full": tiny_spec(block_size=6),
     "sliding": tiny_spec(block_size=5, layer_types=("sliding_attention", "full_attention"), sliding_window=7),
+    "dflash2": tiny_spec(block_size=6, dflash2=Dflash2Spec(**DFLASH2)),
 }
 
 
@@ -99,7 +102,7 @@ def trained(kind: str, with_stops: bool) -> tuple[Drafter, frozenset[int], Hidde
     """A drafter that learned a little of the answers in a row, so that its rounds have all lengths."""
     stops = frozenset({a_stop_token()} if with_stops else ())
     row = captured(KINDS[kind], texts(stops))
-    drafter = Drafter(KINDS[kind])
+    drafter = awake(Drafter(KINDS[kind]), size=0.1)
     step, optimizer = make_step(drafter), torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     for _ in range(25):
         optimizer.zero_grad()
@@ -119,7 +122,7 @@ def of_method(walk: WalkSums, method: int) -> tuple[int, int, int, int]:
     return walk.rounds[method], walk.tokens[method], walk.clipped_rounds[method], walk.clipped_tokens[method]
 
 
-@pytest.mark.parametrize(("kind", "with_stops"), [("full", True), ("sliding", False)])
+@pytest.mark.parametrize(("kind", "with_stops"), [("full", True), ("sliding", False), ("dflash2", True)])
 def test_walked_rounds_are_those_of_real_decoding(kind: str, with_stops: bool) -> None:
     drafter, stops, row = trained(kind, with_stops)
     bound = BoundDrafter(drafter, target())
@@ -234,18 +237,18 @@ class ScriptedStep:
         text = [*row.input_ids_T.tolist(), *[99] * drafts]
         return [text[anchor + k] if k <= self.right else -5 for k in range(1, drafts + 1)]
 
-    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_blocks(self, row: HiddenStateRow, anchors: Sequence[int]) -> SlotDrafts:
         assert len(anchors) <= 2
         self.whole += anchors
         tokens = torch.tensor([self._tokens(row, anchor, 3) for anchor in anchors])[..., None]
-        return torch.zeros(tokens.shape), tokens
+        return SlotDrafts(torch.zeros(tokens.shape), tokens)
 
     def draft_short(
         self, row: HiddenStateRow, first: int, anchor: int, slots: int, cache: object
-    ) -> tuple[torch.Tensor, torch.Tensor, object]:
+    ) -> tuple[SlotDrafts, object]:
         self.short.append((anchor, slots))
         tokens = torch.tensor([self._tokens(row, anchor, slots - 1)])[..., None]
-        return torch.zeros(tokens.shape), tokens, cache
+        return SlotDrafts(torch.zeros(tokens.shape), tokens), cache
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_short_blocks_see_fewer_mask_tokens_and_may_be_asked_for_in_any_order() 
     step, row = make_step(), make_row((30, 21))
     cache = None
     for anchor, slots in ((33, 3), (40, 2), (36, 3)):
-        log_probs, tokens, cache = step.draft_short(row, 30, anchor, slots, cache)
+        (log_probs, tokens), cache = step.draft_short(row, 30, anchor, slots, cache)
         assert tokens.shape[:2] == (1, slots - 1)
         expected = block_logits(step, row, anchor, slots).log_softmax(-1)
         torch.testing.assert_close(log_probs[0], expected.gather(-1, tokens[0]), rtol=1e-4, atol=1e-4)

@@ -103,7 +103,7 @@ def test_a_target_without_a_name_is_refused(tmp_path: Path) -> None:
         ({"aux_hidden_state_layer_ids": [2, 4]}, "4 is the state after the last layer"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
         ({"block_size": None}, "block_size is missing"),
-        ({"draft_vocab_size": 7}, "a pruned head"),
+        ({"draft_vocab_size": 7}, "draft_vocab_size is 7, the target's vocabulary has 13 tokens"),
         ({"target_hidden_size": 32}, "target_hidden_size is 32"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing"),
     ],

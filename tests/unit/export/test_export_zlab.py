@@ -126,7 +126,11 @@ def _set(key: str, value: Any, *, inner: bool = False) -> Callable[[dict[str, An
         (_set("mask_token_id", 3), "mask_token_id is 12 in dflash_config and 3"),  # E9
         (_drop("block_size", inner=True, top=True), "block_size is missing"),
         (_set("block_size", 7), "block_size is 4 in dflash_config and 7"),  # E22
-        (_set("architectures", ["DFlash2DraftModel"]), "architecture DFlash2DraftModel"),
+        (_set("architectures", ["DFlash2DraftModel"]), "conv_kernel_size is missing"),
+        (_set("architectures", ["Qwen3DFlashDraftModel"]), "architecture Qwen3DFlashDraftModel"),
+        (_set("is_causal", False, inner=True), "in dflash_config, where no server reads it"),
+        (lambda c: c.update(block_size=None) or c["dflash_config"].update(block_size=None), "block_size is missing"),
+        (_set("block_size", None, inner=True), "block_size is None in dflash_config and 4"),
         (_drop("architectures", top=True), "no architecture"),  # E4
         (_set("block_layout", "shifted", inner=True), "block_layout 'shifted'"),  # E4
         (_set("sample_from_anchor", True), "shifted by one"),  # E4

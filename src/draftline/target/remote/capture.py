@@ -56,6 +56,10 @@ class RemoteCapture:
     def split(self, state: CapturedStates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Taps and last hidden state, after the final norm, in the target's dtype and on its device."""
         hidden_TLH = state.hidden_TLH.to(device=self.target.device, dtype=self.target.dtype)
+        hidden_size = self.target.embedding.weight_VH.shape[1]
+        if hidden_TLH.shape[-1] != hidden_size:
+            what = f"states of {hidden_TLH.shape[-1]} numbers a layer, the target's hidden size is {hidden_size}"
+            raise RunFailedError(what, origin=self._client.origin)
         taps_TF, before_norm_TH = self._order.split(hidden_TLH)
         if before_norm_TH is None or self.target.final_norm is None:
             return taps_TF, before_norm_TH
@@ -111,6 +115,9 @@ def prove_remote(capture: RemoteCapture, client: StatesClient, samples: Sequence
         _check_health(taps_TF, final_TH, capture.taps, client.origin)
         if final_TH is not None and state.next_token is not None and state.next_logprob is not None:
             logits_V = head_logits(capture.target.head, final_TH[-1:])[0]
+            if state.next_token >= len(logits_V):
+                what = f"the server writes token {state.next_token}, the target knows {len(logits_V)}"
+                raise RunFailedError(what, origin=client.origin)
             ours = float(torch.log_softmax(logits_V.float(), dim=-1)[state.next_token])
             errors.append(abs(ours - state.next_logprob))
             if not errors[-1] <= _TOLERANCE[capture.target.dtype]:

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from draftline.errors import RunFailedError, UserError
 
 _SCALES = "hidden_states_scales"
 _BACKOFF_S = 0.5
+# What an answer or a file of a server can do to its reader; each is worth another try.
+_FAILURES = (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError, HTTPException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class FilesClient:
             try:
                 with safe_open(file, framework="pt") as handle:
                     self._files[_digest(handle.get_tensor("token_ids").tolist())] = file
-            except (SafetensorError, OSError, ValueError) as error:
+            except (SafetensorError, OSError, ValueError, TypeError) as error:
                 raise UserError(f"broken file ({error})", where=str(file), mend="capture it again") from error
         if not self._files:
             raise UserError(
@@ -86,7 +89,7 @@ class FilesClient:
             raise RunFailedError(f"no file holds these {len(token_ids)} tokens", origin=self.origin)
         try:
             return CapturedStates(_checked(load_file(file), token_ids, self.origin))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise RunFailedError(f"{file.name} cannot be read ({error})", origin=self.origin) from error
 
 
@@ -115,7 +118,7 @@ class VllmClient:
         for attempt in range(self._backend.max_retries + 1):
             try:
                 return self._fetch_once(token_ids)
-            except (OSError, ValueError, KeyError, TypeError, TimeoutError, SafetensorError) as error:
+            except _FAILURES as error:
                 failure = error
                 time.sleep(min(30.0, _BACKOFF_S * 2**attempt) if attempt < self._backend.max_retries else 0.0)
         reason = f"{len(token_ids)} tokens, {self._backend.max_retries + 1} tries: {type(failure).__name__}: {failure}"
@@ -133,15 +136,19 @@ class VllmClient:
                 "return_token_ids": True,
             },
         )
-        choice = answer["choices"][0]
+        choice, place = answer["choices"][0], answer["kv_transfer_params"]
+        if not isinstance(choice, dict) or not isinstance(place, dict):
+            raise ValueError("the answer is not one of hidden-state extraction")
         if choice.get("prompt_token_ids") != list(token_ids):
             raise RunFailedError("the server answered for other tokens than were sent", origin=self.origin)
-        place = answer["kv_transfer_params"]
+        handle = place.get("hidden_states_path") or place.get("handle")
+        if not str(handle).endswith(".safetensors"):  # it is deleted when it has been read
+            raise ValueError(f"the server named {handle!r}, which is no safetensors file")
         states = self._transfer.get_generated(place)
         if states is None:
             raise ValueError(f"the server named {place}, where nothing is: is that folder shared with this machine?")
         hidden_TLH = _checked(states, token_ids, self.origin)
-        self._transfer.delete(place.get("hidden_states_path") or place["handle"])
+        self._transfer.delete(str(handle))
         token, logprob = _next(choice)
         return CapturedStates(hidden_TLH, token, logprob)
 
@@ -149,7 +156,7 @@ class VllmClient:
         try:
             with urllib.request.urlopen(f"{self._backend.endpoint}/models", timeout=self._backend.timeout_s) as reply:
                 return str(json.load(reply)["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, HTTPException) as error:
             raise UserError(
                 f"does not answer ({type(error).__name__}: {error})",
                 where=f"target.backend.endpoint {self._backend.endpoint}",
@@ -178,8 +185,13 @@ def open_client(backend: VllmBackend | FilesBackend) -> StatesClient:
 
 def _next(choice: Mapping[str, Any]) -> tuple[int | None, float | None]:
     """What the server wrote next, where it says so."""
-    ids, logprobs = choice.get("token_ids") or [None], (choice.get("logprobs") or {}).get("token_logprobs") or [None]
-    return ids[0], logprobs[0]
+    told = choice.get("logprobs")
+    ids, logprobs = choice.get("token_ids"), told.get("token_logprobs") if isinstance(told, dict) else None
+    token = ids[0] if isinstance(ids, list) and ids else None
+    logprob = logprobs[0] if isinstance(logprobs, list) and logprobs else None
+    if not isinstance(token, int) or not isinstance(logprob, int | float) or token < 0:
+        return None, None
+    return token, float(logprob)
 
 
 def _checked(states: Mapping[str, torch.Tensor], token_ids: Sequence[int], origin: str) -> torch.Tensor:
@@ -193,10 +205,18 @@ def _checked(states: Mapping[str, torch.Tensor], token_ids: Sequence[int], origi
     hidden = states["hidden_states"]
     if states["token_ids"].tolist() != list(token_ids):
         raise RunFailedError("states of other tokens than were asked for", origin=origin)
-    if hidden.ndim != 3 or hidden.shape[0] != len(token_ids):
+    if hidden.ndim != 3 or hidden.shape[0] != len(token_ids) or not hidden.is_floating_point():
         what = f"states of shape {list(hidden.shape)} for {len(token_ids)} tokens; is its prefix cache off?"
         raise RunFailedError(what, origin=origin)
-    return hidden.float() * states[_SCALES].float() if _SCALES in states else hidden
+    if _SCALES not in states:
+        return hidden
+    try:
+        expanded = hidden.float() * states[_SCALES].float()
+    except RuntimeError as error:
+        raise RunFailedError(f"scales do not fit the states ({error})", origin=origin) from error
+    if expanded.shape != hidden.shape:
+        raise RunFailedError(f"scales of shape {list(states[_SCALES].shape)} do not fit the states", origin=origin)
+    return expanded
 
 
 def _digest(token_ids: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,9 +53,9 @@ class StatesShard(_Record):
     """One safetensors file: `N.taps` [T, L * H], with fp8 also `N.scales` [T, L]; `N.final` [T, H] if it is kept."""
 
     name: str
-    n_bytes: int
+    n_bytes: int = Field(ge=0)
     sha256: str
-    samples: tuple[int, ...]
+    samples: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...]
 
 
 class StatesManifest(_Record):
@@ -69,7 +69,7 @@ class StatesManifest(_Record):
     schema_version: Literal[1] = 1
     identity: StatesIdentity
     shards: tuple[StatesShard, ...] = ()
-    n_tokens: int = 0
+    n_tokens: int = Field(default=0, ge=0)
     fp8_error: float = 0.0
 
     @property

@@ -33,6 +33,7 @@ from draftline.target.states.numbers import dequantize, final_dtype, quantize, r
 
 SHARD_BYTES = 1 << 29
 _OPEN_SHARDS = 16  # a thread
+_ORIGIN = "offline states"
 
 
 class StatesReader:
@@ -51,7 +52,7 @@ class StatesReader:
         self._shard_of = np.full(n_samples, -1, dtype=np.int32)
         for number, shard in enumerate(self.manifest.shards):
             samples = np.asarray(shard.samples, dtype=np.int64)
-            if samples.size and (samples.min() < 0 or samples.max() >= n_samples):
+            if samples.size and samples.max() >= n_samples:
                 raise UserError(
                     f"{shard.name} holds sample {samples.max()} of a data set of {n_samples}", where=str(folder)
                 )
@@ -84,18 +85,17 @@ class StatesReader:
         """
         number = int(self._shard_of[sample])
         if number < 0:
-            raise RunFailedError(f"{self.folder} holds no states of sample {sample}", origin="offline states")
+            raise RunFailedError(f"{self.folder} holds no states of sample {sample}", origin=_ORIGIN)
         file = self.folder / self.manifest.shards[number].name
         try:
             states = self._decoded(self._handle(file), sample)
         except (SafetensorError, OSError, ValueError) as error:
-            raise RunFailedError(
-                f"{file}: sample {sample} cannot be read ({error})", origin="offline states"
-            ) from error
+            raise RunFailedError(f"{file}: sample {sample} cannot be read ({error})", origin=_ORIGIN) from error
+        self._check_shapes(states, f"{file}: sample {sample}")
         if states.taps_TF.shape[0] != n_tokens:
             raise RunFailedError(
                 f"{file}: sample {sample} has states of {states.taps_TF.shape[0]} tokens, the data has {n_tokens}",
-                origin="offline states",
+                origin=_ORIGIN,
             )
         return states
 
@@ -104,9 +104,22 @@ class StatesReader:
         compute = getattr(torch, identity.compute_dtype)
         taps_TF = handle.get_tensor(f"{sample}.taps")
         if identity.dtype == "fp8":
-            taps_TF = dequantize(taps_TF, handle.get_tensor(f"{sample}.scales"), compute)
+            scales_TL = handle.get_tensor(f"{sample}.scales")
+            if taps_TF.ndim != 2 or scales_TL.shape != (taps_TF.shape[0], len(identity.taps)):
+                raise ValueError(f"scales of shape {list(scales_TL.shape)}")
+            if taps_TF.shape[1] != len(identity.taps) * identity.hidden_size:
+                raise ValueError(f"taps of shape {list(taps_TF.shape)}")
+            taps_TF = dequantize(taps_TF, scales_TL, compute)
         final_TH = handle.get_tensor(f"{sample}.final") if identity.final_norm is not None else None
         return SampleStates(taps_TF.to(compute), None if final_TH is None else final_TH.to(compute))
+
+    def _check_shapes(self, states: SampleStates, what: str) -> None:
+        hidden, taps_TF, final_TH = self.manifest.identity.hidden_size, states.taps_TF, states.final_TH
+        wanted = len(self.taps) * hidden
+        if taps_TF.ndim != 2 or taps_TF.shape[1] != wanted:
+            raise RunFailedError(f"{what} has taps of shape {list(taps_TF.shape)}, not {wanted} wide", origin=_ORIGIN)
+        if final_TH is not None and final_TH.shape != (taps_TF.shape[0], hidden):
+            raise RunFailedError(f"{what} has a last state of shape {list(final_TH.shape)}", origin=_ORIGIN)
 
     def _handle(self, file: Path) -> Any:
         """A few files stay open for each thread, the last used ones."""

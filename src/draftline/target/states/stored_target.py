@@ -99,19 +99,28 @@ def load_stored_target(folder: Path, device: torch.device, *, share_with: Stored
         weights = load_file(file, device=str(device))
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"cannot be read ({error})", where=str(file), mend=mend) from error
+    try:
+        return _stored_target(facts, weights, device)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"does not describe a target ({error})", where=str(folder / FACTS), mend=mend) from error
+
+
+def _stored_target(facts: dict[str, Any], weights: dict[str, torch.Tensor], device: torch.device) -> StoredTarget:
     embedding = weights["embedding"]
-    head = FrozenHead(
-        weight_VH=weights.get("head", embedding),
-        bias_V=weights.get("head_bias"),
-        multiplier=float(facts["head_multiplier"]),
-        softcap=None if facts["head_softcap"] is None else float(facts["head_softcap"]),
-    )
+    head = weights.get("head", embedding)
+    if embedding.ndim != 2 or head.shape != embedding.shape:
+        raise ValueError(f"embedding {list(embedding.shape)}, head {list(head.shape)}")
     return StoredTarget(
         embedding=FrozenEmbedding(embedding, float(facts["embedding_scale"])),
-        head=head,
+        head=FrozenHead(
+            weight_VH=head,
+            bias_V=weights.get("head_bias"),
+            multiplier=float(facts["head_multiplier"]),
+            softcap=None if facts["head_softcap"] is None else float(facts["head_softcap"]),
+        ),
         device=device,
         dtype=embedding.dtype,
-        stop_token_ids=frozenset(facts["stop_token_ids"]),
+        stop_token_ids=frozenset(int(token) for token in facts["stop_token_ids"]),
         fingerprint=str(facts["fingerprint"]),
     )
 

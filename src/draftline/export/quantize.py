@@ -1,0 +1,87 @@
+"""Export weights in 8 bits: fp8 (e4m3) with a scale for each output row, in the layout that `compressed-tensors` names.
+
+Only `o_proj` and the MLP are rounded, which are most of a drafter. Queries, keys and values stay in bf16, because
+servers join the context projections of all layers into one product of raw weights; so do `fc`, the norms and all that
+DFlash2 adds. Weights only: activations are not rounded, so what is measured with the rounded weights is what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftline.errors import UserError
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+_ROUNDED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_SCALE = "_scale"
+
+
+def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """bf16 weights with those of `_ROUNDED` as fp8, each beside `NAME_scale` [rows, 1]: w = fp8 * scale."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if not name.endswith(tuple(f"{part}.weight" for part in _ROUNDED)):
+            found[name] = tensor
+            continue
+        wide = tensor.float()
+        scale = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST).to(torch.bfloat16).float()
+        scale = torch.where(scale > 0, scale, 1.0)
+        found[name] = (wide / scale).clamp(-_LARGEST, _LARGEST).to(_FP8)
+        found[name + _SCALE] = scale.to(torch.bfloat16)
+    return found
+
+
+def quantization_config() -> dict[str, Any]:
+    """`quantization_config` of config.json for `quantize_weights`."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["re:.*(q_proj|k_proj|v_proj|fc|kernel_projection|hidden_projection)$", "lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "channel",
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+    }
+
+
+def unquantized(weights: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """Weights as they are computed with: fp8 ones times their scale, in bf16.
+
+    Raises:
+        UserError: a quantisation that is not the one described here.
+    """
+    told = config.get("quantization_config")
+    if told is None:
+        return dict(weights)
+    form = told.get("format") if isinstance(told, Mapping) else None
+    if form != "float-quantized":
+        raise UserError(
+            f"is quantised ({form or 'in an unknown way'})", where=where, mend="give the drafter in bf16, or in fp8"
+        )
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        scale = weights.get(name + _SCALE)
+        if tensor.dtype == _FP8:
+            if scale is None or scale.shape not in ((tensor.shape[0], 1), (tensor.shape[0],), (1,)):
+                raise UserError(f"{name} has no scale for its rows", where=where, mend="export it again")
+            tensor = (tensor.float() * scale.float().reshape(-1, 1)).to(torch.bfloat16)
+        if not name.endswith(".weight" + _SCALE):
+            found[name] = tensor
+    return found

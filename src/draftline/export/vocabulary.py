@@ -1,0 +1,49 @@
+"""A pruned draft vocabulary in the form that speculators' format gives it.
+
+    d2t   int64 [D]   offsets: draft token i is target token i + d2t[i]
+    t2d   bool [V]    whether a target token can be drafted
+
+The drafter is the same; its head is the target's, with the rows of those tokens alone. Letters: D draft tokens, V
+target tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from draftline.errors import UserError
+
+HEAD, TO_TARGET, TO_DRAFT = "lm_head.weight", "d2t", "t2d"
+
+
+def vocabulary_tensors(ids: tuple[int, ...], head_DH: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The three tensors of the format.
+
+    Args:
+        ids: target tokens that can be drafted, rising.
+        head_DH: their rows of the target's head.
+    """
+    ids_D = torch.tensor(ids, dtype=torch.int64)
+    can_V = torch.zeros(vocab_size, dtype=torch.bool)
+    can_V[ids_D] = True
+    return {TO_TARGET: ids_D - torch.arange(len(ids)), TO_DRAFT: can_V, HEAD: head_DH}
+
+
+def read_vocabulary(weights: Mapping[str, Tensor], where: str) -> tuple[int, ...]:
+    """The target tokens that can be drafted, from `d2t`; `t2d`, if it is there, must say the same.
+
+    Raises:
+        UserError: no map, or one that contradicts itself.
+    """
+    mend = "give the weights that belong to this config.json"
+    to_target = weights.get(TO_TARGET)
+    if to_target is None or to_target.ndim != 1 or to_target.dtype not in (torch.int64, torch.int32):
+        raise UserError("holds no map d2t of the pruned vocabulary", where=where, mend=mend)
+    ids = tuple((to_target.long() + torch.arange(len(to_target))).tolist())
+    can = weights.get(TO_DRAFT)
+    if can is not None and tuple(can.flatten().nonzero().flatten().tolist()) != ids:
+        raise UserError("t2d and d2t tell different vocabularies", where=where, mend=mend)
+    return ids
