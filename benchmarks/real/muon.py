@@ -1,6 +1,6 @@
 """Muon on matrices, AdamW on norms, over the same fp32 masters.
 
-Muon (Keller Jordan, 2024): momentum, then the nearest semi-orthogonal matrix by five Newton-Schulz steps. Matrices of one
+Muon (Keller Jordan, 2024): momentum, then the nearest semi-orthogonal matrix by five Newton-Schulz steps. Those of one
 shape are treated together: a small drafter's step waits for launches, not for products. The update is scaled to the
 size of AdamW's (0.2 sqrt(longer side), arXiv 2502.16982), so that one learning rate serves both.
 """
