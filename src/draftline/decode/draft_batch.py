@@ -1,7 +1,7 @@
 """Blocks of several prompts drafted in one forward of the drafter.
 
-The drafter's layers work on flat tokens, so the tokens of all prompts go through them end to end; only attention is
-computed prompt by prompt, over each one's own context. Same numbers as one block at a time, up to rounding.
+The drafter's layers work on flat tokens, so the tokens of all prompts go through them end to end; only attention sees
+prompts apart, each with its own context (padded_attention.py). Same numbers as one block at a time, up to rounding.
 
 Shape letters: P prompts, S new context tokens of one, B its slots, H hidden size, N query and M key/value heads, D head
 size.
@@ -15,8 +15,8 @@ from typing import cast
 import torch
 
 from draftline.decode.chain import BoundDrafter
+from draftline.decode.padded_attention import PaddedBlocks
 from draftline.decode.steps import Draft, Drafted, RoundContext
-from draftline.drafter.attention import Attend, KeyValue, masked_attention
 from draftline.drafter.masks import MaskRule, mask_rule
 from draftline.drafter.model import Drafter, DrafterCache, DrafterLayer
 
@@ -59,30 +59,20 @@ def _forward_blocks(
 ) -> torch.Tensor:
     """Hidden states behind the final norm of all blocks end to end; extends each prompt's context first."""
     _extend_caches(drafter, contexts, caches)
-    slots = [torch.arange(context.slots, device=x_QH.device) for context in contexts]
-    positions_Q = torch.cat([slots_B + context.start for slots_B, context in zip(slots, contexts, strict=True)])
+    device = x_QH.device
+    slots = [(slot, slot + context.start) for context in contexts for slot in range(context.slots)]
+    slots_Q, positions_Q = torch.tensor(slots, device=device).unbind(-1)
     rope_Q = drafter.rotary_emb(positions_Q, x_QH.dtype)
-    sizes, slots_Q = [context.slots for context in contexts], torch.cat(slots)
+    blocks = PaddedBlocks([context.start for context in contexts], [context.slots for context in contexts])
     rules = {kind: mask_rule(drafter.spec, kind) for kind in set(drafter.spec.layer_types)}
-    visible = {
-        kind: [_visible(rule, context.start, slots_B) for context, slots_B in zip(contexts, slots, strict=True)]
-        for kind, rule in rules.items()
-    }
+    visible = {kind: blocks.visible(rule, device) for kind, rule in rules.items()}
     for index, kind in enumerate(drafter.spec.layer_types):
         held = [
             cache.read(index, rules[kind].context_floor(context.start), context.start)
             for context, cache in zip(contexts, caches, strict=True)
         ]
-        x_QH = layers_of(drafter)[index](x_QH, rope_Q, _attend_each(held, visible[kind], sizes), slots_Q)
+        x_QH = layers_of(drafter)[index](x_QH, rope_Q, blocks.attend(held, visible[kind]), slots_Q)
     return drafter.norm(x_QH)
-
-
-def _visible(rule: MaskRule, start: int, slots_B: torch.Tensor) -> torch.Tensor | None:
-    if rule.window is None and not rule.causal:
-        return None
-    device = slots_B.device
-    keys_C = torch.arange(rule.context_floor(start), start, device=device)
-    return block_visibility(rule, torch.tensor(start, device=device), slots_B, keys_C)
 
 
 def _extend_caches(drafter: Drafter, contexts: Sequence[RoundContext], caches: Sequence[DrafterCache]) -> None:
@@ -90,11 +80,8 @@ def _extend_caches(drafter: Drafter, contexts: Sequence[RoundContext], caches: S
     assert len(new_taps) == len(contexts), "a drafter needs tap features"
     sizes = [taps_SF.shape[0] for taps_SF in new_taps]
     context_TH = drafter.context(torch.cat(new_taps))
-    positions = [
-        torch.arange(cache.length, cache.length + size, device=context_TH.device)
-        for cache, size in zip(caches, sizes, strict=True)
-    ]
-    rope_T = drafter.rotary_emb(torch.cat(positions), context_TH.dtype)
+    positions = [cache.length + step for cache, size in zip(caches, sizes, strict=True) for step in range(size)]
+    rope_T = drafter.rotary_emb(torch.tensor(positions, device=context_TH.device), context_TH.dtype)
     for index, layer in enumerate(layers_of(drafter)):
         k_TMD, v_TMD = layer.self_attn.key_value(context_TH, rope_T)
         for cache, k_SMD, v_SMD in zip(caches, k_TMD.split(sizes), v_TMD.split(sizes), strict=True):
@@ -103,16 +90,3 @@ def _extend_caches(drafter: Drafter, contexts: Sequence[RoundContext], caches: S
         cache.advance(size)
         if cache.length != context.start:
             raise ValueError(f"the cache holds {cache.length} context tokens, the block starts at {context.start}")
-
-
-def _attend_each(held: Sequence[KeyValue], visible: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Attend:
-    def attend_to(q_QND: torch.Tensor, k_QMD: torch.Tensor, v_QMD: torch.Tensor) -> torch.Tensor:
-        blocks = zip(q_QND.split(sizes), k_QMD.split(sizes), v_QMD.split(sizes), held, visible, strict=True)
-        return torch.cat(
-            [
-                masked_attention(q, torch.cat((context[0], k)), torch.cat((context[1], v)), seen)
-                for q, k, v, context, seen in blocks
-            ]
-        )
-
-    return attend_to
