@@ -49,7 +49,7 @@ class DemoSize:
     timed_prompts: int
 
 
-FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 33, None, 4, 3)
+FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 33, None, 3, 2)
 SHORT = DemoSize(24, 4, 24, 13, 4, 1, 2)
 
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from draftline.data.sampling import Prompt, Sampling, prompt_seed_bytes
 from draftline.errors import UserError
+from draftline.target.grouped import grouped_attention
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -110,12 +111,14 @@ def _generate(target: LoadedTarget, prompts: Sequence[Prompt], max_new_tokens: i
     if sampling.temperature > 0:
         numbers = np.stack([_numbers(sampling.seed, prompt.id, max_new_tokens) for prompt in prompts])
         processors.append(SeededSampler(sampling, longest, torch.from_numpy(numbers).to(target.device)))
-    output = target.model.generate(
-        torch.tensor(padded, device=target.device),
-        attention_mask=torch.tensor(seen, device=target.device),
-        generation_config=_plain_generation(max_new_tokens, stops, pad),
-        logits_processor=processors,
-    )
+    on_cpu = target.device.type == "cpu" and target.attention == "sdpa"
+    with grouped_attention(target.model, wanted=on_cpu):
+        output = target.model.generate(
+            torch.tensor(padded, device=target.device),
+            attention_mask=torch.tensor(seen, device=target.device),
+            generation_config=_plain_generation(max_new_tokens, stops, pad),
+            logits_processor=processors,
+        )
     return [_until_stop(row[longest:], target.stop_token_ids) for row in output.tolist()]
 
 
