@@ -144,7 +144,7 @@ def test_threads_on_streams_of_their_own_compile_once_a_device_and_never_race() 
     assert len(counts) == 1  # every device compiled the same graphs, once
 
 
-def test_mlps_in_fp8_keep_the_gradient_within_a_tenth() -> None:
+def test_mlps_in_fp8_keep_the_gradient_within_fifteen_percent() -> None:
     cache = new_cache()
     step = make_step(SPEC, RECIPE.model_copy(update={"mlp_dtype": "fp8"}), "cuda", cache)
     exact = make_step(SPEC, RECIPE, "cuda", None)
@@ -152,7 +152,7 @@ def test_mlps_in_fp8_keep_the_gradient_within_a_tenth() -> None:
     row = random_row((150, 80), 5)
     (ours, gradient), (wanted, reference) = gradients_of(step, row), gradients_of(exact, row)
     assert ours == pytest.approx(wanted, rel=2e-2)
-    assert float((gradient - reference).norm() / reference.norm()) <= 0.1
+    assert float((gradient - reference).norm() / reference.norm()) <= 0.15
 
 
 def test_products_in_fp8_are_within_four_percent_of_fp64_with_rows_of_any_size() -> None:
