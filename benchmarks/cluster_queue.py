@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,22 @@ def through_the_actor(workers: int, rows: int, clients: int) -> float:
     return rows / seconds
 
 
+def empty_call_s(calls: int = 500) -> float:
+    """Seconds of one call that does next to nothing, to a queue that nobody else calls."""
+    rows = 4
+    setup = QueueSetup(
+        plan_of(rows), [1 << 30] * rows, CoreSettings(1, 1, ROUND), CONTRACT, 120.0, None, 8, 1, allowed_failures=0
+    )
+    queue = start_queue(setup, 2)
+    link, seconds = QueueLink(queue, "target-0", 60.0), []
+    for _ in range(calls):
+        start = time.perf_counter()
+        link.call(("is_complete", ()))
+        seconds.append(time.perf_counter() - start)
+    ray.kill(queue)
+    return statistics.median(seconds)
+
+
 def without_ray(workers: int, rows: int) -> float:
     """Rows/s of the bare state machine in one thread."""
     core = PipelineCore(plan_of(rows), [1] * rows, CoreSettings(workers, workers, ROUND))
@@ -150,6 +167,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=8, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+    call_s = empty_call_s()
+    print(f"one call, nobody else calling: {1e6 * call_s:.0f} us")
     found: dict[str, dict[str, float]] = {"actor_rows_per_s": {}, "core_rows_per_s": {}}
     for workers in map(int, arguments.workers.split(",")):
         through = through_the_actor(workers, arguments.rows, arguments.clients)
@@ -161,7 +180,12 @@ def main() -> None:
     print(f"saturated at {saturated:.0f} rows/s")
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": environment(torch.device("cpu")), "saturated_rows_per_s": saturated, **found}
+        report = {
+            "environment": environment(torch.device("cpu")),
+            "call_s": call_s,
+            "saturated_rows_per_s": saturated,
+            **found,
+        }
         arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

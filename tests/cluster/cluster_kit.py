@@ -48,6 +48,14 @@ def queue_of(run: Path) -> Any:
         return None
 
 
+def committed_rows(run: Path) -> int:
+    """Rows committed so far, as everybody can see."""
+    try:
+        return int(json.loads((run / "status.json").read_text())["snapshot"]["ledger"]["committed"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
 class Meanwhile(threading.Thread):
     """Does things to a run when it has committed so many rows; `check` raises what went wrong here."""
 

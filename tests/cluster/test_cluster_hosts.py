@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
+from cluster_kit import committed_rows
 from host_kit import Hosts
 
 from draftline.pipeline.checkpoint import list_checkpoints, read_checkpoint
@@ -24,19 +24,11 @@ def draftline(*words):
     return [sys.executable, "-c", code, *words]
 
 
-def committed(run):
-    """Rows committed so far, as everybody can see."""
-    try:
-        return json.loads((run / "status.json").read_text())["snapshot"]["ledger"]["committed"]
-    except (OSError, ValueError, KeyError):
-        return 0
-
-
 def wait_for(run, rows, process):
     deadline = time.monotonic() + LIMIT_S
-    while committed(run) < rows:
+    while committed_rows(run) < rows:
         assert process.poll() is None, f"ended with {process.returncode} before {rows} rows"
-        assert time.monotonic() < deadline, f"{committed(run)} rows of {rows}"
+        assert time.monotonic() < deadline, f"{committed_rows(run)} rows of {rows}"
         time.sleep(0.2)
 
 
@@ -53,9 +45,10 @@ def test_hosts_with_addresses_of_their_own_survive_every_loss(hosts, make_run, t
     overrides = (
         "pipeline.target_devices=[cpu,cpu,cpu]",
         "pipeline.drafter_devices=[cpu,cpu]",
-        "epochs=260",
+        "epochs=60",
+        "sync.every_rows=10",
         "cluster.strategy=SPREAD",
-        "checkpoint.every_rounds=10",
+        "checkpoint.every_rounds=3",
     )
     config = make_run(*overrides, name="hosts")
     words = draftline("train", "-c", str(tmp_path / "hosts.yaml"), *overrides, "--cluster", hosts.head)
@@ -64,16 +57,16 @@ def test_hosts_with_addresses_of_their_own_survive_every_loss(hosts, make_run, t
     with log.open("wb") as output:
         run = subprocess.Popen(hosts.command(0, *words), stdout=output, stderr=output, env=environment)
     try:
-        wait_for(config.output, 50, run)
+        wait_for(config.output, 40, run)
         hosts.cut(1, 10.0)
-        wait_for(config.output, committed(config.output) + 60, run)
+        wait_for(config.output, committed_rows(config.output) + 40, run)
         _one_of(hosts, "ray::TargetActor").kill()
-        wait_for(config.output, committed(config.output) + 60, run)
+        wait_for(config.output, committed_rows(config.output) + 40, run)
         _one_of(hosts, "ray::DrafterActor").kill()
-        wait_for(config.output, committed(config.output) + 60, run)
+        wait_for(config.output, committed_rows(config.output) + 40, run)
         asked = hosts.command(0, *draftline("scale", str(config.output), "--targets", "1"))
         subprocess.run(asked, check=True, capture_output=True, env=environment)
-        wait_for(config.output, committed(config.output) + 60, run)
+        wait_for(config.output, committed_rows(config.output) + 40, run)
         hosts.kill(3)
         assert run.wait(LIMIT_S) == 0, log.read_text()
     finally:

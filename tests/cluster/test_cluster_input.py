@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -72,17 +73,13 @@ def test_an_object_store_that_is_too_small_says_how_large_it_must_be(cluster, ma
     refused(config, cluster, "its object store has .* MiB are needed .*--object-store-memory=")
 
 
-def test_a_target_that_cannot_be_loaded_is_one_line_with_its_host(cluster, make_run, tmp_path):
-    config = make_run("pipeline.target_devices=[cpu,cpu]")
-    weights = next(tmp_path.parent.parent.glob("**/qwen3-*/model.safetensors"), None)
-    assert weights is not None
-    content = weights.read_bytes()
-    weights.write_bytes(content[:200])
-    try:
-        with pytest.raises(DraftlineError, match=r"target-0 on .*model.safetensors") as caught:
-            train_on_cluster(cluster_plan(config), cluster.address)
-    finally:
-        weights.write_bytes(content)
+def test_a_target_that_cannot_be_loaded_is_one_line_with_its_host(cluster, make_run, tiny_target_dir, tmp_path):
+    broken = shutil.copytree(tiny_target_dir, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    config = make_run(model=broken)
+    with pytest.raises(DraftlineError, match=r"target-0 on .*model.safetensors|drafter-0 on ") as caught:
+        train_on_cluster(cluster_plan(config), cluster.address)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
     assert not config.output.exists()
 

@@ -138,7 +138,10 @@ def checked_card(ref: Any, member: Member) -> Card:
 def last_line(error: BaseException) -> str:
     """What an error of Ray's says, without the tracebacks of other hosts above it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    told = lines[-1].partition(" Some common causes")[0].partition("Worker exit detail: ")
+    return (told[2] or told[0])[:200]
 
 
 def start_queue(setup: QueueSetup, n_workers: int) -> Any:

@@ -47,6 +47,10 @@ class ClusterRun:
         reporter: where everything is counted and shown.
         desk: takes the queue's events.
         validation: rows that a replacement needs, too.
+
+    Attributes:
+        stop_token_ids: of the target.
+        training_s: from the start of the loops to their end.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ClusterRun:
         self._targets_asked_for = 0
         self._events: Any = None
         self.stop_token_ids: tuple[int, ...] = ()
+        self.training_s = 0.0
 
     # ---- the whole
 
@@ -77,6 +82,7 @@ class ClusterRun:
             RunFailedError, RunStoppedError: see `coordinator.train`.
         """
         self._make_drafters(gifts)
+        started = time.monotonic()
         for member in self._crew.members:
             self._start(member, joins=False)
         self._watch.add(self._queue.wait_end.options(concurrency_group="wait").remote(), self._on_end)
@@ -84,6 +90,7 @@ class ClusterRun:
         with signals.stopping_by(self._stop), ThreadPoolExecutor(1, thread_name_prefix="checkpoints") as writer:
             self._desk.writer = writer
             self._attend()
+        self.training_s = time.monotonic() - started
         self._close(signals)
 
     def _make_drafters(self, gifts: Sequence[Gift]) -> None:

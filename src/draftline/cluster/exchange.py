@@ -272,6 +272,11 @@ class ClusterExchange(RowExchange[RowRef]):
             answer = self._wait(drafter_worker(drafter), "the other members", ask)
             return answer if isinstance(answer, bytes) else None
 
+    def group_has(self, attempt: int, keys: Sequence[str]) -> bool:
+        """Whether all of these have been told."""
+        with self._lock:
+            return self._is_open(attempt) and all(key in self._group for key in keys)
+
     def _is_open(self, attempt: int) -> bool:
         current = self._reduction
         averaging = self._core.rounds.averaging and not self._core.failure

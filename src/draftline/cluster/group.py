@@ -26,12 +26,17 @@ class QueueStore(dist.Store):
     """Where members of one attempt find each other: keys and values kept by the queue actor.
 
     Args:
-        set_key, get_key: of this attempt; `get_key` waits, and gives None once the attempt is void.
+        set_key, get_key, has_keys: of this attempt; `get_key` waits, and gives None once the attempt is void.
     """
 
-    def __init__(self, set_key: Callable[[str, bytes], None], get_key: Callable[[str], bytes | None]) -> None:
+    def __init__(
+        self,
+        set_key: Callable[[str, bytes], None],
+        get_key: Callable[[str], bytes | None],
+        has_keys: Callable[[Sequence[str]], bool],
+    ) -> None:
         super().__init__()
-        self._set, self._get = set_key, get_key
+        self._set, self._get, self._has = set_key, get_key, has_keys
 
     def set(self, key: str, value: bytes | str) -> None:
         """See torch.distributed.Store."""
@@ -50,9 +55,13 @@ class QueueStore(dist.Store):
         for key in keys:
             self.get(key)
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        return self._has(list(keys))
+
     def clone(self) -> QueueStore:
         """The same store."""
-        return QueueStore(self._set, self._get)
+        return QueueStore(self._set, self._get, self._has)
 
 
 class ReductionGroup:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +68,24 @@ def connected(address: str, *, store_bytes: int, cpus: int) -> Iterator[str]:
     if ray.is_initialized():
         yield str(ray.get_runtime_context().gcs_address)
         return
-    _connect(address, store_bytes, cpus)
+    with _signals_kept():
+        _connect(address, store_bytes, cpus)
     try:
         yield str(ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray sets a handler of its own for SIGTERM when it connects; a run stops by ours."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _connect(address: str, store_bytes: int, cpus: int) -> None:

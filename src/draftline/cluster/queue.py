@@ -107,6 +107,7 @@ class QueueActor:
             "reduce_broke": exchange.reduce_broke,
             "group_set": exchange.group_set,
             "group_get": exchange.group_get,
+            "group_has": exchange.group_has,
             "order_checkpoint": self._order_checkpoint,
             "await_checkpoint": exchange.await_checkpoint,
             "next_duty": exchange.next_duty,

@@ -11,7 +11,7 @@ A member that fails while it takes over is lost with its replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,7 +79,8 @@ class ClusterSeat:
         turn = self.exchange.turn
         assert turn is not None
         attempt, replica = meeting.attempt, self.worker.replica
-        store = QueueStore(partial(self._set_key, attempt), partial(self._get_key, attempt))
+        keys = (self._set_key, self._get_key, self._has_keys)
+        store = QueueStore(*(partial(method, attempt) for method in keys))
         rank, device = meeting.members.index(self.number), replica.optimizer.device
         group = ReductionGroup(store, rank, len(meeting.members), device, self.timeout_s, self.address)
         try:
@@ -149,6 +150,9 @@ class ClusterSeat:
 
     def _set_key(self, attempt: int, key: str, value: bytes) -> None:
         self.group_link.call(("group_set", (attempt, key, value)))
+
+    def _has_keys(self, attempt: int, keys: Sequence[str]) -> bool:
+        return bool(self.group_link.call(("group_has", (attempt, keys))))
 
     def _get_key(self, attempt: int, key: str) -> bytes | None:
         found: bytes | None = self.group_link.call(("group_get", (self.number, attempt, key)))

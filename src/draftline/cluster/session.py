@@ -121,21 +121,30 @@ def _reachable(run: Path, where: str, run_id: str) -> Iterator[None]:
 def _train(
     plan: RunPlan, run_id: str, crew: Crew, folder: RunFolder, reporter: RunReporter, signals: StopSignals
 ) -> TrainResult:
-    checkpoint, card = folder.checkpoint, crew.members[0].card
-    assert card is not None
+    checkpoint = folder.checkpoint
     state = None if checkpoint is None else LedgerState.from_json(checkpoint.state["ledger"])
     queue = start_queue(queue_setup(plan, run_id, state), len(crew.members))
+    try:
+        return _train_through(queue, plan, crew, folder, reporter, signals)
+    finally:
+        ray.kill(queue)
+
+
+def _train_through(
+    queue: Any, plan: RunPlan, crew: Crew, folder: RunFolder, reporter: RunReporter, signals: StopSignals
+) -> TrainResult:
+    checkpoint, card = folder.checkpoint, crew.members[0].card
+    assert card is not None
     fingerprints = {"data": plan.dataset.manifest.fingerprint, "target": card.fingerprint}
     desk = EventDesk(plan, queue, reporter, FailureTraces(folder.path), fingerprints)
     run = ClusterRun(plan, crew, queue, reporter, desk, validation_of(crew))
     run.stop_token_ids = card.stop_token_ids
     reporter.watch(cast(Any, RemoteStats(queue)))
-    spilled, started = spilled_bytes(), time.monotonic()
+    spilled = spilled_bytes()
     run.run(signals, first_gifts(plan, crew, checkpoint))
-    training_s = time.monotonic() - started
     if spilled_bytes() > spilled:
         reporter.say(f"the object store spilled {spilled_bytes() - spilled} bytes to disk: something else fills it")
-    return _result(plan, queue, reporter, training_s)
+    return _result(plan, queue, reporter, run.training_s)
 
 
 class RemoteStats:

@@ -6,6 +6,7 @@ cluster, room for the workers, versions and files on their hosts, object stores,
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,9 @@ def cluster_plan(config: RunConfig) -> RunPlan:
             where="--cluster",
             mend="set states.mode: online, or train on one host",
         )
+    if config.cluster.transport == "direct" and importlib.util.find_spec("nixl") is None:
+        mend = "pip install nixl on all hosts, or set cluster.transport: auto"
+        raise UserError("direct transport needs the package nixl", where="cluster.transport", mend=mend)
     pipeline = config.pipeline.model_copy(
         update={
             "target_devices": tuple(map(cluster_place, config.pipeline.target_devices)),
@@ -66,8 +70,6 @@ def train_on_cluster(plan: RunPlan, address: str, *, resume: bool = False) -> Tr
         UserError, RunFailedError, RunStoppedError: as `coordinator.train`.
     """
     require_ray()
-    import ray  # noqa: F401  before our signal handlers: it sets one of its own when it is imported
-
     seats = seats_of(plan)
     needed, cluster = store_bytes(plan), plan.config.cluster
     with StopSignals() as signals:

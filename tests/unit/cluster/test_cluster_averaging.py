@@ -39,7 +39,7 @@ class Keys:
             self.changed.notify_all()
 
     def store(self):
-        return QueueStore(self.set, self.get)
+        return QueueStore(self.set, self.get, lambda keys: all(key in self.values for key in keys))
 
 
 def replica(number, tokens):

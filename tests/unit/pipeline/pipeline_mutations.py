@@ -271,6 +271,26 @@ class LimitOfSetAsideIgnored(PipelineCore):
         self.failure = None
 
 
+class DrafterJoinsAtOnce(PipelineCore):
+    """A new drafter takes part in the open round, with whatever weights it has."""
+
+    def drafter_joined(self, drafter):
+        joins = super().drafter_joined(drafter)
+        if joins:
+            self.rounds.live.add(drafter)
+            self.rounds.trained[drafter], self._hands[drafter] = [], set()
+        return joins
+
+
+class LateDrafterForgotten(PipelineCore):
+    """A new drafter that waits for a commit is not told that there will be none."""
+
+    def _settle(self):
+        joining = set(self.rounds.joining)
+        super()._settle()
+        self.rounds.joining |= joining
+
+
 class UnlockedTarget(SimTarget):
     """Counts itself done without the lock: reads the count in one step, writes it in the next."""
 

@@ -291,6 +291,49 @@ def test_a_second_report_of_a_drafters_loss_changes_nothing():
         core.drafter_lost(7)
 
 
+def test_a_new_drafter_takes_the_place_of_a_lost_one_at_the_next_commit():
+    core = make_core(n_rows=4, n_drafters=2, rows_per_drafter=1)
+    capture(core, 1)
+    core.drafter_lost(1)
+    assert core.drafter_joined(2) and not core.is_live(2)
+    with pytest.raises(ProtocolError, match="not among the live drafters"):
+        core.get(2)
+    train_one(core, 0)
+    meeting = commit_round(core, 0)
+    assert meeting.members == (0,) and core.is_live(2)
+    capture(core, 2)
+    train_one(core, 0)
+    train_one(core, 2)
+    assert commit_round(core, 0, 2).members == (0, 2)
+
+
+def test_a_new_drafter_needs_a_new_number_and_an_empty_place():
+    core = make_core(n_rows=4, n_drafters=2)
+    with pytest.raises(ProtocolError, match="one too many"):
+        core.drafter_joined(2)
+    core.drafter_lost(1)
+    with pytest.raises(ProtocolError, match="needs a new number"):
+        core.drafter_joined(1)
+    assert core.drafter_joined(5)
+    core.drafter_lost(5)  # while it waits: its place is free again
+    assert core.drafter_joined(6)
+
+
+def test_a_new_drafter_that_comes_after_the_last_row_is_told_so():
+    core = make_core(n_rows=1, n_drafters=2)
+    core.drafter_lost(1)
+    assert core.drafter_joined(2)
+    capture(core)
+    train_one(core)
+    commit_round(core, 0)  # nothing is left: nobody joins any more
+    assert not core.is_live(2) and not core.rounds.joining
+    assert core.drafter_joined(3) is False
+    core.lease(0)
+    core.producer_done(0)
+    core.get(0)
+    assert core.end is End.CLOSED
+
+
 def test_a_returned_row_reaches_a_target_that_was_idle():
     core = make_core(n_rows=1, n_targets=2)
     core.lease(0)

@@ -394,5 +394,6 @@ class PipelineCore:
             return
         if self._is_over and self._n_done == len(self._leases):
             self.closed = True
+            self.rounds.joining.clear()  # there may be no further commit that would tell them that they are late
         elif not self._is_over and self.ledger.counts[PLANNED] and not self._leases and not self._absent:
             self.fail("pipeline", f"all targets are lost with {self.ledger.counts[PLANNED]} rows left to capture")
