@@ -77,10 +77,11 @@ def test_hidden_states_walk_and_probabilities_are_theirs(tmp_path: Path, variant
             position_ids=torch.arange(start + 5)[None],
         )
         torch.testing.assert_close(hidden, got[0], rtol=1e-5, atol=1e-5)
-        paths = ours.draft(hidden[1:], anchor)
+        assert isinstance(own := ours.draft(hidden[1:], anchor), PathScores)
+        paths = ours.draft(got[0, 1:], anchor)  # the same numbers in, so that probabilities compare closely
         assert isinstance(paths, PathScores)
         walk, candidates, _ = model.propose(got[:, 1:], torch.tensor([anchor]), target().model.lm_head, 0.0)
-        assert paths.chain().tolist() == walk.tolist()
+        assert own.chain().tolist() == paths.chain().tolist() == walk.tolist()
         drawn, candidates, probs = model.propose(got[:, 1:], torch.tensor([anchor]), target().model.lm_head, 0.7)
         _same_probabilities(paths, drawn[0].tolist(), candidates[0], probs[0])
         taps = taps + 0.3 * torch.randn(taps.shape, generator=generator)
@@ -101,7 +102,7 @@ def _same_probabilities(paths: PathScores, drawn: list[int], candidates_KC: Any,
 def test_ids_and_acceptance_lengths_agree_behind_a_round_trip(tmp_path: Path, variant: dict[str, Any]) -> None:
     """draftline -> z-lab -> draftline -> speculators -> draftline, not a bit changed, then rounds in `dflash`."""
     spec = spec2(**variant)
-    drafter = trained_a_little(spec, target(), greedy_row(target(), spec, PROMPTS, 24), steps=80)
+    drafter = trained_a_little(spec, target(), greedy_row(target(), spec, PROMPTS, 24), steps=50)
     first = import_checkpoint(export_zlab(drafter, tmp_path / "x", "float32"), tmp_path / "one").path
     middle = export_speculators(load_export(first), tmp_path / "middle", Verifier("a/b"), "float32")
     path = import_checkpoint(middle, tmp_path / "last").path
@@ -109,7 +110,7 @@ def test_ids_and_acceptance_lengths_agree_behind_a_round_trip(tmp_path: Path, va
     assert all(torch.equal(value, last[name]) for name, value in drafter.state_dict().items())
     model, ours, lengths = theirs(path), BoundDrafter(load_export(path), target()), []
     for seed, prompt in enumerate(PROMPTS):
-        for limit, stops in ((21, ()), (2, ()), (19, (seed,)), (24, ())):
+        for limit, stops in ((21, ()), (2, ()), (19, (seed,))):
             stats = dflash.model.dflash_generate(
                 model, target().model, torch.tensor([prompt]), limit, list(stops), return_stats=True
             )
@@ -123,12 +124,12 @@ def test_ids_and_acceptance_lengths_agree_behind_a_round_trip(tmp_path: Path, va
 def test_drawn_drafts_are_accepted_as_often_as_theirs(tmp_path: Path) -> None:
     """Mean tokens a round at temperature 1, both drawing their drafts: equal within what 4.5 deviations allow."""
     spec = spec2()
-    drafter = trained_a_little(spec, target(), greedy_row(target(), spec, PROMPTS, 24), steps=60)
+    drafter = trained_a_little(spec, target(), greedy_row(target(), spec, PROMPTS, 24), steps=40)
     path = export_zlab(drafter, tmp_path / "x", "float32")
     model, ours = theirs(path), BoundDrafter(load_export(path), target())
     own, other = [], []
     torch.manual_seed(0)
-    for seed in range(60):
+    for seed in range(24):
         prompt = PROMPTS[seed % 4]
         sampling = Sampling(temperature=1.0, seed=seed, proposals="sampled")
         found = chain_generate(target(), ours, prompt, max_new_tokens=21, stop_token_ids=(), sampling=sampling)

@@ -143,7 +143,6 @@ def run_head(
     terms: LossTerms,
     teacher: Teacher | None = None,
     *,
-    with_gradient: bool = True,
     form: HeadForm = "fused",
     candidates: Candidates | None = None,
 ) -> HeadOutput:
@@ -157,20 +156,18 @@ def run_head(
             `Fp8Head` forms both products in fp8 (fused form only).
         terms: what to form.
         teacher: needed if `terms.needs_teacher`.
-        with_gradient: False for values alone.
         form: "checkpointed" recomputes each chunk's logits in the backward, by autograd: the plain reference.
         candidates: filled with the likeliest tokens of each planned slot, for a candidate selector.
     """
     assert teacher is not None or not terms.needs_teacher
     teacher = teacher if terms.needs_teacher else None
     values_FQ = _empty_values(hidden_QH)
-    if form == "checkpointed" and with_gradient:
+    if form == "checkpointed":
         losses = _checkpointed_chunks(
             hidden_QH, label_Q, plan, head, terms, teacher, _Sinks(values_FQ, None, candidates=candidates)
         )
         return _CheckpointedOutput(hidden_QH, SlotValues(*values_FQ), losses)
-    unit_QH = torch.zeros_like(hidden_QH.detach()) if with_gradient else None
-    sinks = _Sinks(values_FQ, unit_QH, candidates=candidates)
+    sinks = _Sinks(values_FQ, torch.zeros_like(hidden_QH.detach()), candidates=candidates)
     _fused_pass(hidden_QH, label_Q, plan, head, terms, teacher, sinks)
     return HeadOutput(hidden_QH, SlotValues(*values_FQ), sinks.unit_QH)
 

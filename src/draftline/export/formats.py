@@ -13,7 +13,7 @@ from draftline.export.common import ExportFormat
 from draftline.export.files import read_json
 from draftline.export.speculators import load_speculators, read_speculators_spec
 from draftline.export.zlab import load_export, read_spec
-from draftline.export.zlab_config import ARCHITECTURE, ARCHITECTURE_2
+from draftline.export.zlab_config import ARCHITECTURE, ARCHITECTURE_2, architectures
 
 
 def detect_format(path: Path) -> ExportFormat:
@@ -25,9 +25,10 @@ def detect_format(path: Path) -> ExportFormat:
     config = read_json(Path(path).expanduser() / "config.json")
     if "speculators_model_type" in config:
         return "speculators"
-    if "dflash_config" in config or {ARCHITECTURE, ARCHITECTURE_2} & set(map(str, config.get("architectures") or ())):
+    found = architectures(config)
+    if "dflash_config" in config or {ARCHITECTURE, ARCHITECTURE_2} & set(found):
         return "zlab"
-    names = ", ".join(map(str, config.get("architectures") or []))
+    names = ", ".join(found)
     raise UserError(
         f"{f'architecture {names}' if names else 'no architecture'}: no drafter in z-lab's or speculators' format",
         where=str(Path(path) / "config.json"),

@@ -60,8 +60,13 @@ class Subject:
     @property
     def transformer(self) -> Mapping[str, Any]:
         """The Qwen3 part of the configuration."""
-        inner = self.config.get("transformer_layer_config", {}) if self.form == "speculators" else self.config
-        return inner if isinstance(inner, Mapping) else {}
+        return _mapping(self.config, "transformer_layer_config") if self.form == "speculators" else self.config
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside an object; empty where something else stands there."""
+    inner = config.get(key)
+    return inner if isinstance(inner, Mapping) else {}
 
 
 Rule = Callable[[Subject], Iterator[TrapFinding]]
@@ -102,7 +107,7 @@ def _served_causality(subject: Subject) -> Iterator[tuple[Server, tuple[bool, ..
         causal = not non_causal(subject.config)
         yield "vllm", (causal,) * len(sliding), "sliding_window_non_causal counts for all layers"
         return
-    inner = subject.config.get("dflash_config") or {}
+    inner = _mapping(subject.config, "dflash_config")
     override = inner.get("causal")
     served = sliding if override is None else (bool(override),) * len(sliding)
     yield "vllm", served, "only dflash_config.causal is read"
@@ -127,7 +132,7 @@ def one_geometry(subject: Subject) -> Iterator[TrapFinding]:
         shapes = {shape for key, shape in subject.shapes.items() if key.endswith(f".self_attn.{name}.weight")}
         if len(shapes) > 1:
             yield TrapFinding("refuse", "vllm", f"{name} differs between layers: {sorted(shapes)}", "train it alike")
-    rope = subject.transformer.get("rope_parameters") or {}
+    rope = _mapping(subject.transformer, "rope_parameters")
     if any(isinstance(value, Mapping) for value in rope.values()):
         yield TrapFinding("refuse", "vllm", "rotary parameters differ between layer types", "train with one for all")
 
@@ -135,9 +140,9 @@ def one_geometry(subject: Subject) -> Iterator[TrapFinding]:
 def rotary(subject: Subject) -> Iterator[TrapFinding]:
     """Rotary parameters that a reader drops, contradicts or applies otherwise."""
     config = subject.transformer
-    rope = config.get("rope_parameters") or {}
+    rope = _mapping(config, "rope_parameters")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial is not None and float(partial) != 1.0:
+    if partial is not None and partial != 1:
         what = f"partial_rotary_factor {partial}: servers rotate a part of each head, training rotated all of it"
         yield TrapFinding("refuse", "any", what, "remove it from config.json")
     if "rope_parameters" not in config or "rope_theta" not in config:
@@ -156,7 +161,7 @@ def dimensions(subject: Subject) -> Iterator[TrapFinding]:
         if subject.transformer.get(name) is None:
             yield TrapFinding("refuse", "any", f"{name} is missing: servers fill in a default", _EXPORT_AGAIN)
     if subject.form == "zlab":
-        inner = subject.config.get("dflash_config") or {}
+        inner = _mapping(subject.config, "dflash_config")
         if "block_size" not in inner or "block_size" not in subject.config:
             what = "block_size stands in one place only: a reader that looks in the other takes 16"
             yield TrapFinding("note", "any", what, _EXPORT_AGAIN)
@@ -166,13 +171,15 @@ def proposals(subject: Subject) -> Iterator[TrapFinding]:
     """What vLLM takes from speculators_config."""
     if subject.form != "speculators":
         return
-    inner = subject.config.get("speculators_config") or {}
-    methods = inner.get("proposal_methods") or [{}]
-    tokens, wanted = methods[0].get("speculative_tokens"), subject.spec.block_size - 1
+    inner = _mapping(subject.config, "speculators_config")
+    methods = inner.get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    wanted = subject.spec.block_size - 1
     if tokens != wanted:
         what = f"speculative_tokens is {tokens}, a block of {wanted + 1} drafts {wanted}"
         yield TrapFinding("refuse", "vllm", what, _EXPORT_AGAIN)
-    if not (inner.get("verifier") or {}).get("name_or_path"):
+    if not _mapping(inner, "verifier").get("name_or_path"):
         what = "speculators_config.verifier.name_or_path is missing"
         yield TrapFinding("refuse", "vllm", what, "export with --target")
 

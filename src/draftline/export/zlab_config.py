@@ -55,6 +55,12 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
     return config
 
 
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The class names in a config.json; none where it tells nonsense."""
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list | tuple) else []
+
+
 def architecture_of(spec: DrafterSpec) -> str:
     """Name of the class that servers load; with the wrong one DFlash2's own weights are left out silently."""
     return ARCHITECTURE if spec.dflash2 is None else ARCHITECTURE_2
@@ -221,11 +227,11 @@ class _Reader:
 
 def _dflash2(read: _Reader) -> dict[str, Any] | None:
     """DFlash2's sizes, or None for a DFlash drafter; the architecture's name decides, as in z-lab's loader."""
-    names = read.config.get("architectures") or []
+    names = architectures(read.config)
     if ARCHITECTURE_2 in names:
         return {key: read.either(key) for key in DFLASH2_KEYS}
     if ARCHITECTURE not in names:
-        found = f"architecture {', '.join(map(str, names))}" if names else "no architecture"
+        found = f"architecture {', '.join(names)}" if names else "no architecture"
         raise UserError(
             f"{found}, expected {ARCHITECTURE} or {ARCHITECTURE_2}", where=read.where, mend="give a DFlash drafter"
         )

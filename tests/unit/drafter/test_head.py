@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftline.config.schema import Decay, DPaceDecay, ExponentialDecay, NoDecay, ObjectiveConfig
 from draftline.drafter import head as head_module
-from draftline.drafter.head import HeadForm, Teacher, run_head
+from draftline.drafter.head import HeadForm, Teacher, run_head, score_head
 from draftline.drafter.head_chunk import excess
 from draftline.drafter.head_fp8 import quantize_head, quantize_rows, require_fp8
 from draftline.drafter.head_plan import plan_slots
@@ -156,7 +156,7 @@ def test_values_per_slot_are_those_of_the_reference() -> None:
     case = make_case(head_kind="odd", seed=11)
     plan = plan_slots(case.mask_AB.flatten(), case.teacher_index_Q, chunk=4)
     teacher = Teacher(case.teacher_head, case.teacher_hidden_TH)
-    values = run_head(case.hidden_QH, case.label_Q, plan, case.head, FULL, teacher, with_gradient=False).values
+    values = score_head(case.hidden_QH, case.label_Q, plan, case.head, FULL, teacher, None).values
     for slot, supervised in enumerate(case.mask_AB.flatten().tolist()):
         if not supervised:
             assert all(float(getattr(values, name)[slot]) == 0.0 for name in ("ce", "kl", "rank", "confidence"))
