@@ -180,11 +180,14 @@ class ScheduleConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW on fp32 masters."""
+    """AdamW on fp32 masters, or Muon for matrices and AdamW for the rest."""
 
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: for matrices, its step scaled to AdamW's size; AdamW for all else."
+    )
     learning_rate: float = Field(default=6e-4, gt=0, description="Peak; the schedule gives its course.")
     betas: tuple[float, float] = (0.9, 0.95)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Of muon; betas are AdamW's.")
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="Norm weights are not decayed.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest gradient norm; null: no clipping.")

@@ -1,9 +1,10 @@
-"""fp32 master weights, their AdamW, and the compute copies that the drafter runs with.
+"""fp32 master weights, their AdamW or Muon, and the compute copies that the drafter runs with.
 
 Per row the drafter adds the gradient of the loss NUMERATOR to its compute parameters. `absorb` moves it into the fp32
 gradient of the masters, `step` divides once by the denominator of the whole optimizer step, clips, and updates. A
 step whose gradient is not finite, or whose denominator is 0 (no valid anchor), changes nothing: not the weights, not
-the moments, not the weight decay. On a GPU that decision is taken on the device.
+the moments, not the weight decay. On a GPU that decision is taken on the device; Muon, whose steps torch cannot call
+off there, waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from draftline.config.schema import OptimizerConfig
 
 
 class MasterOptimizer:
-    """AdamW over fp32 masters of one drafter replica.
+    """AdamW, or Muon for matrices and AdamW for the rest, over fp32 masters of one drafter replica.
+
+    Muon (Keller Jordan, 2024) is torch's; `match_rms_adamw` gives its steps the size of AdamW's (arXiv 2502.16982), so
+    that one learning rate serves both.
 
     Args:
         module: the drafter; parameters in its compute dtype (fp32 parameters are their own masters).
@@ -35,7 +39,9 @@ class MasterOptimizer:
         self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
         for master in self.masters:
             master.requires_grad_(True)
-        decay = [m for m in self.masters if m.ndim == 2]
+        matrices = [m for m in self.masters if m.ndim == 2]
+        self.muon = _make_muon(matrices, config) if config.kind == "muon" else None
+        decay = matrices if self.muon is None else []
         plain = [m for m in self.masters if m.ndim != 2]  # norm weights and base kernels are not decayed
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
@@ -50,6 +56,9 @@ class MasterOptimizer:
     def _create_state(self) -> None:
         """Makes the moments now, so that memory is known and a checkpoint always holds all of them."""
         for master in self.masters:
+            if self.muon is not None and master.ndim == 2:
+                self.muon.state[master]["momentum_buffer"] = torch.zeros_like(master)
+                continue
             state = self.adamw.state[master]
             state["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
             state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
@@ -97,15 +106,15 @@ class MasterOptimizer:
         finite = torch.isfinite(norm) & torch.isfinite(self._denominator)
         scale = inverse if self._clip_norm is None else inverse * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         blocked = ~finite | (self._denominator <= 0)
-        for group in self.adamw.param_groups:
+        for group in (*self.adamw.param_groups, *(self.muon.param_groups if self.muon is not None else ())):
             group["lr"] = learning_rate
         self._apply(scale, blocked)
         self.clear()
         return norm, (~finite).float()
 
     def _apply(self, scale: Tensor, blocked: Tensor) -> None:
-        """AdamW with gradients times `scale`, or nothing at all where `blocked`."""
-        if not self._on_gpu and bool(blocked):
+        """A step with gradients times `scale`, or nothing at all where `blocked`."""
+        if (self.muon is not None or not self._on_gpu) and bool(blocked):
             return
         for master, gradient in zip(self.masters, self._gradients, strict=True):
             master.grad = gradient
@@ -114,6 +123,9 @@ class MasterOptimizer:
         self.adamw.grad_scale = 1.0 / scale  # type: ignore[attr-defined]
         self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
         self.adamw.step()
+        if self.muon is not None:
+            torch._foreach_mul_([g for g in self._gradients if g.ndim == 2], scale)
+            self.muon.step()
         for master in self.masters:
             master.grad = None
         self.refresh()
@@ -131,9 +143,11 @@ class MasterOptimizer:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`."""
+        """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of a matrix under
+        Muon `NAME.momentum_buffer`."""
         for name, master in zip(self.names, self.masters, strict=True):
-            for key, value in self.adamw.state[master].items():
+            owner = self.adamw if self.muon is None or master.ndim != 2 else self.muon
+            for key, value in owner.state[master].items():
                 yield f"{name}.{key}", value
 
     @torch.no_grad()
@@ -154,3 +168,13 @@ class MasterOptimizer:
         """Zero moments and step counts, as at the start."""
         for _, value in self.moments():
             value.zero_()
+
+
+def _make_muon(matrices: list[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.Muon(
+        matrices,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )

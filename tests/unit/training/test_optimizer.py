@@ -109,3 +109,63 @@ def test_moments_survive_a_round_trip():
         absorb(m, o, gradient, 1.0)
         o.step(0.1)
     assert torch.equal(module.weight, other_module.weight)
+
+
+def make_muon(**config: object) -> tuple[nn.Sequential, MasterOptimizer]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    settings = {"kind": "muon", "clip_norm": None, **config}
+    return module, MasterOptimizer(module, OptimizerConfig.model_validate(settings))
+
+
+def absorb_all(
+    module: nn.Module, optimizer: MasterOptimizer, gradients: list[torch.Tensor], denominator: float
+) -> None:
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.absorb(torch.tensor(denominator))
+
+
+def test_muon_moves_matrices_and_adamw_the_rest():
+    module, optimizer = make_muon(weight_decay=0.1, muon_momentum=0.9)
+    twins = [nn.Parameter(p.detach().clone()) for p in module.parameters()]
+    muon = torch.optim.Muon([twins[0]], lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(twins[1:], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        gradients = [torch.randn_like(p) for p in twins]
+        absorb_all(module, optimizer, [4 * g for g in gradients], 4.0)
+        optimizer.step(0.01)
+        for twin, gradient in zip(twins, gradients, strict=True):
+            twin.grad = gradient
+        muon.step()
+        adamw.step()
+    for found, wanted in zip(module.parameters(), twins, strict=True):
+        torch.testing.assert_close(found.detach(), wanted.detach())
+
+
+def test_a_step_of_muon_that_is_not_finite_or_has_no_anchor_changes_nothing():
+    module, optimizer = make_muon(weight_decay=0.1)
+    absorb_all(module, optimizer, [torch.ones_like(p) for p in module.parameters()], 1.0)
+    optimizer.step(0.01)
+    before = [v.clone() for _, v in optimizer.moments()] + [p.detach().clone() for p in module.parameters()]
+    for bad, denominator in ((float("nan"), 1.0), (1.0, 0.0), (1.0, float("inf"))):
+        absorb_all(module, optimizer, [torch.full_like(p, bad) for p in module.parameters()], denominator)
+        optimizer.step(0.01)
+        after = [v for _, v in optimizer.moments()] + [p.detach() for p in module.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_muons_momentum_survives_a_checkpoint():
+    module, optimizer = make_muon()
+    other, resumed = make_muon()
+    gradients = [torch.randn_like(p) for p in module.parameters()]
+    absorb_all(module, optimizer, gradients, 1.0)
+    optimizer.step(0.01)
+    assert "0.weight.momentum_buffer" in dict(optimizer.moments())
+    resumed.load_masters(dict(zip(optimizer.names, optimizer.masters, strict=True)))
+    resumed.load_moments({key: value.clone() for key, value in optimizer.moments()})
+    for m, o in ((module, optimizer), (other, resumed)):
+        absorb_all(m, o, gradients, 1.0)
+        o.step(0.01)
+    for found, wanted in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
