@@ -48,13 +48,15 @@ class Experiment:
 
     Args:
         only: beginnings of part names; empty: all.
-        recommend_early: do not wait for all ablations.
+        recommend_early: do not wait for all ablations, and leave time for the recipe that is chosen.
     """
 
     def __init__(self, lab: Lab, store: Store, only: tuple[str, ...], *, recommend_early: bool) -> None:
         self._lab, self._store, self._only = lab, store, only
         self._least_ablations = 2 if recommend_early else len(ABLATIONS)
         self._settings = lab.settings
+        wanted = recommend_early and store.find("main-recommended") is None
+        self._reserve_s = self._main_cost_s() + NEW_SHAPE_S if wanted else 0.0
         self._shapes: set[tuple[int, int]] = set()
 
     def run(self) -> None:
@@ -93,7 +95,7 @@ class Experiment:
         self._part(f"main-{side}", measure, cost_s)
 
     def _main_recipe(self, variant: Variant, rate: float) -> None:
-        cost_s = self._settings.main_s + 3 * WALK_S + DECODE_S + self._shape_s(variant)
+        cost_s = self._main_cost_s() + self._shape_s(variant)
 
         def measure() -> Figures:
             trainer = self._lab.trainer(variant, rate)
@@ -102,17 +104,20 @@ class Experiment:
 
         self._part(f"main-{variant.name}", measure, cost_s)
 
+    def _main_cost_s(self) -> float:
+        return self._settings.main_s + 3 * WALK_S + DECODE_S
+
     def _ablations(self, rate: float) -> dict[str, Figures]:
         found = {}
         for variant in ABLATIONS:
-            figures = self._ablation(f"ablation-{variant.name}", variant, rate)
+            figures = self._ablation(f"ablation-{variant.name}", variant, rate, self._reserve_s)
             if figures is not None:
                 found[variant.name] = figures
         return found
 
-    def _ablation(self, name: str, variant: Variant, rate: float) -> Figures | None:
+    def _ablation(self, name: str, variant: Variant, rate: float, reserve_s: float = 0.0) -> Figures | None:
         seconds = self._settings.ablation_s
-        cost_s = seconds + WALK_S + self._shape_s(variant)
+        cost_s = seconds + WALK_S + self._shape_s(variant) + reserve_s
         return self._part(name, lambda: ablation(self._lab, variant, rate, seconds), cost_s)
 
     def _shape_s(self, variant: Variant) -> float:
@@ -194,7 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     store.merge()
     print(f"{time.monotonic() - begin:.0f} s; left for another call: {', '.join(store.left) or 'nothing'}")
-    return 0
+    if store.failed:
+        print(f"failed: {', '.join(store.failed)}")
+    return 1 if store.failed else 0
 
 
 def _packages() -> dict[str, str]:

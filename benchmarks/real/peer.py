@@ -54,6 +54,7 @@ class PeerTrainer:
             for name, master in zip(self._names, self._optimizer.fp32_params, strict=True):
                 master.copy_(first[name])
         self._generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)  # it draws its anchors from the global generator
         self._order: list[int] = []
 
     def warm(self) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftline.errors import UserError
+from draftline.errors import DraftlineError, UserError
 
 Figures = dict[str, Any]
 SCHEMA_VERSION = 1
+
+
+# What a part may end in; whatever else is raised ends the run.
+FAILURES = (DraftlineError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class UnavailableError(Exception):
@@ -45,6 +51,7 @@ class Store:
     environment: Figures
     settings: Figures
     left: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def restore(self) -> None:
         """Parts of the merged file that the folder lacks.
@@ -75,7 +82,7 @@ class Store:
         return figures
 
     def part(self, name: str, measure: Callable[[], Figures], *, cost_s: float) -> Figures | None:
-        """The figures of a part, measured now or earlier; None if there is no time left, or it cannot run here.
+        """The figures of a part, measured now or earlier; None if there is no time left, it cannot run here, or failed.
 
         Args:
             cost_s: what it takes at most, as far as known.
@@ -93,6 +100,10 @@ class Store:
             figures = measure()
         except UnavailableError as error:
             print(f"{name}: skipped, {error}", flush=True)
+            return None
+        except FAILURES:  # the other parts are still worth their seconds; the exit code tells
+            traceback.print_exc(file=sys.stdout)
+            self.failed.append(name)
             return None
         figures |= {"part_s": time.monotonic() - begin, "environment": self.environment}
         write_json(self.path(name), figures)

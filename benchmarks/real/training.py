@@ -206,10 +206,12 @@ def first_weights(spec: DrafterSpec, variant: Variant, target: LoadedTarget) -> 
 
 
 def make_module(spec: DrafterSpec, weights: Weights, device: torch.device) -> Drafter:
-    """A drafter in its compute dtype, with compiled layers on a GPU."""
-    module = Drafter(spec)
-    module.load_state_dict(weights)
-    module.to(device=device, dtype=compute_dtype(device))
+    """A drafter in its compute dtype, with compiled layers on a GPU; the weights are copied."""
+    with torch.device("meta"):  # drawing weights that are not wanted takes longer than all the rest
+        module = Drafter(spec)
+    copied = {name: value.to(device, compute_dtype(device), copy=True) for name, value in weights.items()}
+    module.load_state_dict(copied, assign=True)
+    module.to(device=device)
     if device.type == "cuda":
         module.kernels = compiled_kernels(process_cache().device(str(device)), layers=True)
     return module

@@ -77,7 +77,16 @@ def test_no_part_starts_that_would_end_too_late_and_a_part_that_cannot_run_is_no
         raise real.store.UnavailableError("not installed")
 
     assert store.part("peer", unavailable, cost_s=1.0) is None
-    assert not store.path("peer").exists()
+    assert not store.path("peer").exists() and not store.failed
+
+
+def test_a_part_that_fails_is_told_and_does_not_stop_the_others(real, tmp_path, capsys):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    store = store_in(real, tmp_path)
+    assert store.part("bad", fails, cost_s=1.0) is None and store.part("good", dict, cost_s=1.0) is not None
+    assert store.failed == ["bad"] and "out of memory" in capsys.readouterr().out
 
 
 def test_the_recommended_recipe_takes_the_best_of_each_group_if_it_helps(real):
