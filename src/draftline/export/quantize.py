@@ -2,7 +2,8 @@
 
 Only `o_proj` and the MLP are rounded, which are most of a drafter. Queries, keys and values stay in bf16, because
 servers join the context projections of all layers into one product of raw weights; so do `fc`, the norms and all that
-DFlash2 adds. Weights only: activations are not rounded, so what is measured with the rounded weights is what is served.
+DFlash2 adds. Scales are powers of two: a product of fp8 and scale is then exact in bf16, and every reader computes with
+the same numbers. Weights only: activations are not rounded, so what is measured with the rounded weights is what is served.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _ROUNDED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _SCALE = "_scale"
+_SMALLEST = 1e-30  # of a row that is all zero
 
 
 def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -29,9 +31,9 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
             continue
         wide = tensor.float()
-        scale = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST).to(torch.bfloat16).float()
-        scale = torch.where(scale > 0, scale, 1.0)
-        found[name] = (wide / scale).clamp(-_LARGEST, _LARGEST).to(_FP8)
+        largest = wide.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
+        scale = torch.exp2(torch.ceil(torch.log2(largest / _LARGEST)))
+        found[name] = (wide / scale).to(_FP8)
         found[name + _SCALE] = scale.to(torch.bfloat16)
     return found
 
