@@ -56,6 +56,29 @@ def committed_rows(run: Path) -> int:
         return 0
 
 
+def wait_until_whole(run: Path, *, limit_s: float = 300.0) -> None:
+    """Every worker that was lost has been replaced, and the new ones take part: two rounds went by meanwhile."""
+    deadline = time.monotonic() + limit_s
+    while "failed" not in _states(run):  # the loss is not known yet
+        assert time.monotonic() < deadline, _states(run)
+        time.sleep(0.2)
+    while set(_states(run)) != {"running"}:
+        assert time.monotonic() < deadline, _states(run)
+        time.sleep(0.2)
+    rows = committed_rows(run) + 45
+    while committed_rows(run) < rows:
+        assert time.monotonic() < deadline, committed_rows(run)
+        time.sleep(0.2)
+
+
+def _states(run: Path) -> list[str]:
+    try:
+        workers = json.loads((run / "status.json").read_text())["snapshot"]["workers"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return [w["state"] for w in workers if w["role"] in ("target", "drafter")]
+
+
 class Meanwhile(threading.Thread):
     """Does things to a run when it has committed so many rows; `check` raises what went wrong here."""
 
@@ -76,7 +99,7 @@ class Meanwhile(threading.Thread):
             self.error = error
 
     def _wait_for(self, rows: int) -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 480
         while time.monotonic() < deadline:
             queue = queue_of(self.run_folder)
             if queue is not None:

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces: separate addresses on one bridge, a raylet in each, links that can be cut.
+"""Hosts as network namespaces: separate addresses on one bridge, a raylet in each, links that can be cut, one token.
 
 Needs the right to make network namespaces. `possible` says whether that is so here.
 """
@@ -6,6 +6,7 @@ Needs the right to make network namespaces. `possible` says whether that is so h
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -38,6 +39,8 @@ class Hosts:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        self.environment = {**os.environ, **token, "RAY_USAGE_STATS_ENABLED": "0"}
 
     def __enter__(self) -> Hosts:
         ip("link", "add", BRIDGE, "type", "bridge")
@@ -75,7 +78,8 @@ class Hosts:
     def start_ray(self, number: int, *options: str) -> None:
         where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if number == 0 else [f"--address={self.head}"]
         words = ["start", *where, f"--node-ip-address={self.address(number)}", "--disable-usage-stats", *options]
-        done = subprocess.run(self.command(number, str(RAY), *words), capture_output=True, text=True, check=False)
+        command = self.command(number, str(RAY), *words)
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     @property

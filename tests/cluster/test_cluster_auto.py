@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from cluster_kit import committed_rows
 
 from draftline.cluster.slab import FOLDER, PREFIX
@@ -15,6 +16,7 @@ from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
 from draftline.pipeline.runplan import make_run_plan
 
 OVERRIDES = ("pipeline.target_devices=[cpu,cpu]", "pipeline.drafter_devices=[cpu,cpu]", "epochs=50")
+pytestmark = pytest.mark.timeout(1200)  # on a busy machine; a free one needs a tenth of it
 
 
 def start(file, log, *words):

@@ -16,6 +16,8 @@ from draftline.cluster.probe import HostFacts
 from draftline.cluster.train import cluster_plan, train_on_cluster
 from draftline.errors import DraftlineError, UserError
 
+pytestmark = pytest.mark.timeout(1200)  # on a busy machine; a free one needs a tenth of it
+
 
 def refused(config, cluster, match):
     with pytest.raises(UserError, match=match) as caught:

@@ -97,7 +97,7 @@ def _connect(address: str, store_bytes: int, cpus: int) -> None:
     try:
         ray.init(address=address, **quiet)
         return
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if address != AUTO or os.environ.get("RAY_ADDRESS"):
             raise _no_cluster(os.environ.get("RAY_ADDRESS", address), str(error).splitlines()[0]) from error
     ray.init(

@@ -291,7 +291,7 @@ class PipelineCore:
 
         The round goes on among those left; an averaging under way is repeated by them. A second report changes nothing.
         """
-        was_lost = drafter not in self.rounds.live and drafter < self.rounds.next_drafter
+        was_lost = drafter not in self.rounds.live and drafter in self.rounds.known
         self.rounds.joining.discard(drafter)
         if self.failure or drafter in self._stopped or was_lost:
             return

@@ -23,7 +23,8 @@ class Rounds:
         self.rows_per_drafter = rows_per_drafter
         self.live = set(drafters)
         self.joining: set[int] = set()  # drafters that take part from the next commit on
-        self.n_drafters = self.next_drafter = len(self.live)  # how many there may be; numbers are not used again
+        self.known = set(self.live)  # numbers are not used again
+        self.n_drafters = len(self.live)  # how many there may be at once
         self.closing = False
         self.called: set[int] = set()
         self.arrived: set[int] = set()
@@ -84,11 +85,11 @@ class Rounds:
         Raises:
             ProtocolError: its number was used before, or there are as many drafters as the bounds were made for.
         """
-        if drafter < self.next_drafter:
+        if drafter in self.known:
             raise ProtocolError(f"drafter-{drafter} is here or was lost; a new drafter needs a new number")
         if len(self.live) + len(self.joining) >= self.n_drafters:
             raise ProtocolError(f"drafter-{drafter} is one too many: the bounds are for {self.n_drafters}")
-        self.next_drafter = drafter + 1
+        self.known.add(drafter)
         self.joining.add(drafter)
 
     def close(self, *, admits: bool = False) -> None:
