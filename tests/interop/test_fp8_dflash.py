@@ -1,4 +1,4 @@
-"""Exports in 8 bits load in `dflash` 0.1.0's class through compressed-tensors, and compute what we compute with them."""
+"""Exports in 8 bits load in `dflash` 0.1.0's class through compressed-tensors and compute the same there as here."""
 
 from __future__ import annotations
 

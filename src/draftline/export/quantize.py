@@ -3,7 +3,7 @@
 Only `o_proj` and the MLP are rounded, which are most of a drafter. Queries, keys and values stay in bf16, because
 servers join the context projections of all layers into one product of raw weights; so do `fc`, the norms and all that
 DFlash2 adds. Scales are powers of two: a product of fp8 and scale is then exact in bf16, and every reader computes with
-the same numbers. Weights only: activations are not rounded, so what is measured with the rounded weights is what is served.
+the same numbers. Weights only: activations are not rounded, so what is measured with such weights is what is served.
 """
 
 from __future__ import annotations
