@@ -157,7 +157,7 @@ def place(seats: Sequence[Seat], *, strategy: str, wait_s: float) -> Placement:
 
     if not wait_s and unplaced(seats, hosts(whole=True)):
         _require_room(seats, "")
-    patience_s = max(wait_s, SETTLE_S)
+    patience_s = wait_s or SETTLE_S
     group = placement_group([dict(seat.resources) for seat in seats], strategy=strategy)
     if not group.wait(timeout_seconds=patience_s):
         remove_placement_group(group)
