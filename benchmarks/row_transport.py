@@ -27,7 +27,7 @@ import ray
 import torch
 
 from draftline.cluster.refs import RowRef, slot_bytes
-from draftline.cluster.slab import Slab
+from draftline.cluster.slab import Slab, remove_abandoned
 from draftline.cluster.store import ObjectStore
 from draftline.cluster.transport import ObjectSender, RowReceiver, SlabSender
 from draftline.records import HiddenStateRow
@@ -142,6 +142,7 @@ def main() -> None:
     ray.init(address="local", num_cpus=4, object_store_memory=2 << 30, include_dashboard=False, log_to_driver=False)
     found = measure(arguments.tokens, arguments.rounds)
     ray.shutdown()
+    remove_abandoned()  # the actors had no time to
     for path, ratio in found["ratios"].items():
         print(f"{path:8} {1e3 * found['best_s'][path]:8.1f} ms  {ratio:6.2f} copies")
     if arguments.output is not None:

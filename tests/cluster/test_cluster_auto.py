@@ -37,6 +37,7 @@ def test_a_stopped_run_has_its_checkpoint_and_a_resumed_one_commits_every_row_on
     run = start(tmp_path / "run.yaml", log)
     while committed_rows(config.output) < 20 and run.poll() is None:
         time.sleep(0.2)
+    assert run.poll() is None, log.read_text()
     assert slabs() - others  # all workers are on one host
     run.send_signal(signal.SIGTERM)
     assert run.wait(120) == 143, log.read_text()

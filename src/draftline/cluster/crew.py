@@ -148,7 +148,8 @@ def start_queue(setup: QueueSetup, n_workers: int) -> Any:
     """The queue actor, on the host of this process, with a thread for every worker that may wait."""
     node = ray.get_runtime_context().get_node_id()
     groups = {"ask": ASK_THREADS, "wait": 2 * n_workers + SPARE_WAITERS}
-    actor_class: Any = ray.remote(concurrency_groups=groups)(QueueActor)
+    remote: Any = ray.remote  # what it says of its options leaves this one out
+    actor_class = remote(concurrency_groups=groups)(QueueActor)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return actor_class.options(
         name=queue_name(setup.contract.run_id),

@@ -148,10 +148,11 @@ def _guarded(act: Callable[[], Any]) -> Any:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import RunConfig
@@ -59,7 +60,7 @@ class WorkOrder:
             config=config.model_copy(update={"pipeline": pipeline}),
             facts=self.facts,
             spec=DrafterSpec.model_validate_json(self.spec),
-            dataset=dataset,  # type: ignore[arg-type]  a drafter reads none
+            dataset=cast(TokenDataset, dataset),  # a drafter reads none
             rows=[self.first_row],
             settings=self.settings,
             row_bytes=[],

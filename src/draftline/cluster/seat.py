@@ -79,8 +79,9 @@ class ClusterSeat:
         turn = self.exchange.turn
         assert turn is not None
         attempt, replica = meeting.attempt, self.worker.replica
-        keys = (self._set_key, self._get_key, self._has_keys)
-        store = QueueStore(*(partial(method, attempt) for method in keys))
+        store = QueueStore(
+            partial(self._set_key, attempt), partial(self._get_key, attempt), partial(self._has_keys, attempt)
+        )
         rank, device = meeting.members.index(self.number), replica.optimizer.device
         group = ReductionGroup(store, rank, len(meeting.members), device, self.timeout_s, self.address)
         try:
