@@ -16,7 +16,9 @@ from draftline import __version__, cli_cluster, cli_data, cli_eval, cli_export, 
 from draftline.errors import DraftlineError, UserError
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
-_USERS_PATHS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC})
+_USERS_PATHS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT}
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,19 +84,22 @@ def train(
 
         run, report = share_out(run)
         typer.echo(report.split_line())
-    from draftline.pipeline.runplan import make_run_plan, plan_lines
+    from draftline.pipeline.signals import StopSignals
 
-    run_plan = make_run_plan(run)
-    if dry_run:
-        from draftline.pipeline.run_folder import check_run_folder
+    with StopSignals() as signals:
+        from draftline.pipeline.runplan import make_run_plan, plan_lines
 
-        check_run_folder(run_plan, resume=resume)
-        typer.echo(dump_config(run_plan.config))
-        _print_lines(plan_lines(run_plan))
-        return
-    from draftline.pipeline.coordinator import train as run_training
+        run_plan = make_run_plan(run)
+        if dry_run:
+            from draftline.pipeline.run_folder import check_run_folder
 
-    result = run_training(run_plan, resume=resume, profile_rows=profile)
+            check_run_folder(run_plan, resume=resume)
+            typer.echo(dump_config(run_plan.config))
+            _print_lines(plan_lines(run_plan))
+            return
+        from draftline.pipeline.coordinator import train as run_training
+
+        result = run_training(run_plan, resume=resume, profile_rows=profile, signals=signals)
     _print_lines(result.summary_lines())
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,27 @@ def test_handlers_are_put_back_and_a_thread_other_than_the_main_one_sets_none():
     thread.join()
     assert inside[0] is not before and inside[1] is before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_a_library_swallowed_stops_the_run_at_the_next_look():
+    with pytest.raises(RunStoppedError) as stopped, StopSignals() as signals:
+        with suppress(BaseException):  # as an extension module does that imports another one
+            signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        signals.end_if_received()
+    assert stopped.value.exit_code == 130
+
+
+def test_a_signal_that_a_library_swallowed_stops_the_training_that_begins_after_it():
+    reasons, told = [], threading.Event()
+
+    def stop(reason: str) -> None:
+        reasons.append(reason)
+        told.set()
+
+    with StopSignals() as signals:
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        with signals.stopping_by(stop):
+            assert told.wait(30)
+    assert reasons == ["signal SIGTERM"]

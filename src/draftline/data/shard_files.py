@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from draftline.data.arrow import numbers
 from draftline.data.manifest import ShardRecord
 from draftline.errors import UserError
 
@@ -79,18 +80,18 @@ def _is_ours(schema: pa.Schema) -> bool:
 def _check_content(batch: pa.RecordBatch, vocab_size: int, file: Path) -> None:
     """Refuse (UserError) ids outside the vocabulary, masks that do not fit their ids, and wrong counts of labels."""
     ids, mask = batch.column("input_ids"), batch.column("loss_mask")
-    tokens = ids.flatten().to_numpy()
+    tokens = numbers(ids.flatten())
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise UserError(
             f"shard holds token id {wrong}, outside the vocabulary of {vocab_size}", where=str(file), mend=_MEND
         )
-    sizes = np.diff(ids.offsets.to_numpy())
-    if not np.array_equal(sizes, np.diff(mask.offsets.to_numpy())) or (sizes < 1).any():
+    sizes = np.diff(numbers(ids.offsets))
+    if not np.array_equal(sizes, np.diff(numbers(mask.offsets))) or (sizes < 1).any():
         raise UserError("shard has samples whose mask does not fit their tokens", where=str(file), mend=_MEND)
-    flags = mask.flatten().to_numpy(zero_copy_only=False)
+    flags = numbers(mask.flatten())
     counts = np.add.reduceat(flags, np.cumsum([0, *sizes[:-1]]), dtype=np.int64) if len(sizes) else sizes
-    if not np.array_equal(counts, batch.column("n_supervised").to_numpy()):
+    if not np.array_equal(counts, numbers(batch.column("n_supervised"))):
         raise UserError("shard has samples with another number of labels than it says", where=str(file), mend=_MEND)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from draftline.data.arrow import numbers
 from draftline.data.manifest import (
     MANIFEST_NAME,
     DatasetFacts,
@@ -242,8 +243,8 @@ class TokenDataset:
         self._batches = batches
         self._starts = np.cumsum([0] + [batch.num_rows for batch in batches])
         empty = np.empty(0, np.int32)
-        self.lengths = np.concatenate([empty] + [np.diff(b.column("input_ids").offsets.to_numpy()) for b in batches])
-        self.supervised = np.concatenate([empty] + [b.column("n_supervised").to_numpy() for b in batches])
+        self.lengths = np.concatenate([empty] + [np.diff(numbers(b.column("input_ids").offsets)) for b in batches])
+        self.supervised = np.concatenate([empty] + [numbers(b.column("n_supervised")) for b in batches])
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> TokenDataset:
@@ -279,8 +280,8 @@ class TokenDataset:
         start, stop = ids.offsets[row].as_py(), ids.offsets[row + 1].as_py()
         return Sample(
             sample_id=batch.column("sample_id")[row].as_py(),
-            input_ids=ids.values.slice(start, stop - start).to_numpy().copy(),
-            loss_mask=mask.values.slice(start, stop - start).to_numpy(zero_copy_only=False),
+            input_ids=numbers(ids.values.slice(start, stop - start)).copy(),
+            loss_mask=numbers(mask.values.slice(start, stop - start)),
             answer_cut=batch.column("answer_cut")[row].as_py(),
             category=batch.column("category")[row].as_py() if "category" in batch.schema.names else "",
         )
@@ -298,7 +299,7 @@ class TokenDataset:
 
     def count_token(self, token_id: int) -> int:
         """How often a token occurs in all samples; reads the ids once, batch by batch."""
-        columns = (batch.column("input_ids").flatten().to_numpy() for batch in self._batches)
+        columns = (numbers(batch.column("input_ids").flatten()) for batch in self._batches)
         return sum(int(np.count_nonzero(ids == token_id)) for ids in columns)
 
     def require_tokenizer(self, fingerprint: str) -> None:

@@ -100,9 +100,12 @@ def anchor_share(config: ObjectiveConfig, n_tokens: int, row_tokens: int) -> int
 
 
 def anchor_slot_sizes(config: ObjectiveConfig, row_tokens: int) -> tuple[int, ...]:
-    """All values that A can take, rising: `anchors` alone when counted per row, a few steps when per conversation."""
+    """All values that A can take, rising: one when counted per row, a few steps when per conversation.
+
+    A row holds no more anchors than tokens, however many are asked for.
+    """
     if config.anchors_per == "row":
-        return (config.anchors,)
+        return (min(config.anchors, row_tokens),)
     step = max(min(config.anchors, row_tokens), -(-row_tokens // MAX_SLOT_SIZES))
     return tuple(step * (i + 1) for i in range(-(-row_tokens // step)))
 
@@ -330,14 +333,16 @@ def _token_seeds(row: HiddenStateRow, n_tokens: int, seed: int, epoch: int) -> t
 
 
 def _unit_hash(bits: torch.Tensor) -> torch.Tensor:
-    """float32 in (-1, 1) from 32-bit integers: two rounds of xor-shift and multiply, top 24 bits, centred.
+    """float32 in (-1, 1) from 32-bit integers: two rounds of xor-shift and multiply, top 23 bits, centred.
+
+    24 bits and a half would round to 1 in the largest of them, whose normal quantile is infinite.
 
     Multipliers are below 2**31, so products of 32-bit values stay inside int64.
     """
     for shift, multiplier in ((16, 0x21F0AAAD), (15, 0x735A2D97), (16, 0x21F0AAAD)):
         bits = (bits ^ (bits >> shift)) * multiplier & _LOW_32
     bits = bits ^ (bits >> 15)
-    return ((bits >> 8).float() + 0.5) * 2.0**-23 - 1.0
+    return ((bits >> 9).float() + 0.5) * 2.0**-22 - 1.0
 
 
 def _host_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -18,6 +20,7 @@ from draftline.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_NEW, _OLD = ".tmp", ".old"  # suffixes of folders on their way
 _MOST_NAME = 255  # of a file's name, anywhere
 
 
@@ -33,10 +36,12 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
         UserError: `path` holds something else.
     """
     path = path.expanduser()
+    _tidy(path)
     refuse_foreign(path, marker=replaces)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        prefix = f".{path.name}.{os.getpid()}-"
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=_NEW, dir=path.parent))
     except OSError as error:
         reason = error.strerror
         raise UserError(f"cannot be written ({reason})", where=str(path), mend="choose another folder") from error
@@ -45,14 +50,37 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
         os.chmod(temporary, 0o755)
         _sync_files(temporary)
         if path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+            aside = temporary.with_suffix(_OLD)
+            os.replace(path, aside)  # whole under another name until the new one stands, whenever a kill comes
+            os.replace(temporary, path)
+            shutil.rmtree(aside)
+        else:
+            os.replace(temporary, path)
     except (SafetensorError, OSError) as error:  # safetensors has no other way to tell that the disk is full
-        shutil.rmtree(temporary, ignore_errors=True)
+        _undo(temporary, path)
         raise UserError(f"cannot be written ({error})", where=str(path), mend="free space or choose another") from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _undo(temporary, path)
         raise
+
+
+def _undo(temporary: Path, path: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    _tidy(path)
+
+
+def _tidy(path: Path) -> None:
+    """Takes away what killed writers of this folder left, and gives an old folder its name back if no new one came."""
+    for left in [] if not path.parent.is_dir() else path.parent.glob(f".{glob.escape(path.name)}.*"):
+        pid, dash, _ = left.name.removeprefix(f".{path.name}.").partition("-")
+        if left.suffix not in (_NEW, _OLD) or not dash or not pid.isdigit():
+            continue
+        if int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
+            continue
+        if left.suffix == _OLD and not path.exists():
+            os.replace(left, path)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def refuse_foreign(path: Path, *, marker: str) -> None:

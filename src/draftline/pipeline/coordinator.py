@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,12 @@ class TrainResult:
 
 
 def train(
-    plan: RunPlan, *, resume: bool = False, export_initial: Path | None = None, profile_rows: int | None = None
+    plan: RunPlan,
+    *,
+    resume: bool = False,
+    export_initial: Path | None = None,
+    profile_rows: int | None = None,
+    signals: StopSignals | None = None,
 ) -> TrainResult:
     """Runs a plan to its end.
 
@@ -98,16 +103,18 @@ def train(
         resume: go on from the last whole checkpoint in the run's folder.
         export_initial: also export the drafter as it was before its first row (for comparisons).
         profile_rows: write traces of so many rows of each worker into the run folder; see profiling.py.
+        signals: of a caller who watches for them already.
 
     Raises:
         UserError: bad input, found before the first row.
         RunFailedError: the run failed; names the worker.
         RunStoppedError: stopped by a signal, after its checkpoint.
     """
-    with StopSignals() as signals, _shared_cores(plan):
+    with StopSignals() if signals is None else nullcontext(signals) as signals, _shared_cores(plan):
         check_run_folder(plan, resume=resume)
         learning_rate = LearningRate(plan.config.optimizer, len(plan.rows))
         targets = load_targets(plan)
+        signals.end_if_received()
         claimed = claim_run_folder(plan, target_fingerprint=targets[0].fingerprint, resume=resume)
         with closing(claimed) as folder, undone_if_refused(folder), RunReporter(plan, folder) as reporter:
             profiler = None

@@ -16,6 +16,7 @@ from draftline.devices import resolve_devices
 from draftline.drafter.schedule import LearningRate
 from draftline.drafter.spec import build_spec
 from draftline.errors import UserError
+from draftline.pipeline.anchors import anchor_lines
 from draftline.pipeline.core.admission import CoreSettings, check_settings
 from draftline.pipeline.long_rows import require_context, target_forward_bytes
 from draftline.pipeline.start_checks import check_start
@@ -241,7 +242,9 @@ def count_drafter_parameters(spec: DrafterSpec) -> int:
 
 def _activation_bytes(plan: RunPlan, element: int) -> int:
     spec, objective = plan.spec, plan.config.objective
-    positions = objective.anchors * spec.block_size
+    from draftline.drafter.blocks import anchor_slot_sizes
+
+    positions = anchor_slot_sizes(objective, plan.config.data.row_tokens)[-1] * spec.block_size
     tokens = plan.config.data.row_tokens
     kv = 2 * spec.num_kv_heads * spec.head_dim
     per_position = 6 * spec.hidden_size + 3 * spec.intermediate_size + 2 * spec.num_heads * spec.head_dim + kv
@@ -265,6 +268,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"{count_drafter_parameters(plan.spec) / 1e6:.1f} M parameters",
         f"plan: {len(plan.rows)} rows over {plan.config.epochs} epochs, {tokens} tokens, {supervised} supervised "
         f"({supervised / tokens:.0%}), {tokens / len(plan.rows) / plan.config.data.row_tokens:.0%} full",
+        *anchor_lines(plan.dataset, plan.rows, plan.config.objective.anchors, plan.spec.block_size),
         f"bytes per row: {largest / 2**20:.1f} MiB at most, {largest / max(r.n_tokens for r in plan.rows):.0f} a token",
         f"queue: {plan.settings.max_rows} rows admitted at once, "
         f"{plan.settings.max_rows * largest / _GIB:.2f} GiB at most"

@@ -27,8 +27,9 @@ class StopSignals:
 
     Inside `stopping_by`, the first signal becomes one call of `on_stop`, from a thread of its own: the handler itself
     only sets an event, for it may run while the main thread holds any lock. Outside of it, the first signal ends the
-    run by RunStoppedError. The second signal ends the process at once, always. Outside the main thread (where Python
-    allows no handlers) nothing is done.
+    run by RunStoppedError; should a library swallow that, the next `end_if_received` or `stopping_by` stops the run.
+    The second signal ends the process at once, always. Outside the main thread (where Python allows no handlers)
+    nothing is done.
 
     Attributes:
         received: number of the first signal, or None.
@@ -57,12 +58,19 @@ class StopSignals:
                 signal_number=self.received or signal.SIGINT,
             ) from None
 
+    def end_if_received(self) -> None:
+        """Ends the run here if a signal came that a library swallowed: some catch everything while they import."""
+        if self.received is not None:
+            raise _EndHereError
+
     @contextmanager
     def stopping_by(self, on_stop: Callable[[str], None]) -> Iterator[None]:
         """While the body runs, the first signal is one call of `on_stop` with what to tell people."""
         waiter = threading.Thread(target=self._wait, name="stop-signals", daemon=True)
         waiter.start()
         self._on_stop = on_stop
+        if self.received is not None:
+            self._wake.set()
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from draftline.config.schema import FeatureNoise, ObjectiveConfig
 from draftline.drafter.blocks import (
     VALIDATION_EPOCH,
     BlockBatch,
+    _unit_hash,
     anchor_share,
     anchor_slot_sizes,
     anchor_slots,
@@ -279,3 +280,29 @@ def test_seeds_of_draws_are_fixed_and_apart() -> None:
     assert len(seeds) == 16
     assert sample_seed("anchors", 0, 0, "a") == sample_seed("anchors", 0, 0, "a")
     assert sample_seed("anchors", 1, 11, "a") != sample_seed("anchors", 11, 1, "a")
+
+
+def _unshifted(bits: int, shift: int) -> int:
+    """x where x ^ (x >> shift) is `bits`."""
+    found = bits
+    for _ in range(32 // shift + 1):
+        found = bits ^ (found >> shift)
+    return found
+
+
+def _unmixed(value: int) -> int:
+    """The number whose hash is `value`: each round undone, last first."""
+    value = _unshifted(value, 15)
+    for shift, multiplier in ((16, 0x21F0AAAD), (15, 0x735A2D97), (16, 0x21F0AAAD)):
+        value = _unshifted(value * pow(multiplier, -1, 1 << 32) & 0xFFFFFFFF, shift)
+    return value
+
+
+def test_noise_is_finite_for_every_hash() -> None:
+    extremes = _unit_hash(torch.tensor([_unmixed(0), _unmixed(0xFFFFFFFF), _unmixed(0x80000000)]))
+    assert -1 < float(extremes[0]) < -0.9999 and 0.9999 < float(extremes[1]) < 1 and abs(float(extremes[2])) < 1e-6
+    assert bool(torch.erfinv(extremes).isfinite().all())
+
+
+def test_a_row_has_no_more_slots_than_tokens() -> None:
+    assert anchor_slots(ObjectiveConfig(anchors=3_000_000), [30, 34], 64) == 64
