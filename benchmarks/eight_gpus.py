@@ -147,7 +147,7 @@ def measure_all(setup: Setup, parts: Parts, arguments: argparse.Namespace) -> di
     schemes = ("shared", "partitioned") if arguments.scheme == "both" else (arguments.scheme,)
     for targets, drafters in splits if "run" in wanted else ():
         for scheme in schemes:
-            if scheme == "partitioned" and (drafters == 1 or targets < drafters):  # shared, or impossible
+            if scheme == "partitioned" and (targets < drafters or targets == 1):  # impossible, or the same as shared
                 continue
             name = f"run-{targets}x{drafters}-{scheme}" + ("-copy" if arguments.sync == "copy" else "")
             measured = parts.done(name, _run_part(setup, targets, drafters, scheme, arguments.rounds))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def numbers(array: pa.Array) -> np.ndarray:
@@ -12,7 +16,7 @@ def numbers(array: pa.Array) -> np.ndarray:
     pyarrow's `to_numpy` imports pandas the first time, and swallows a Ctrl-C that comes meanwhile.
     """
     n, start = len(array), array.offset
-    if pa.types.is_boolean(array.type):
+    if str(array.type) == "bool":
         bits = np.frombuffer(array.buffers()[1], np.uint8) if n else np.empty(0, np.uint8)
         return np.unpackbits(bits, count=start + n, bitorder="little")[start:].astype(bool)
     dtype = np.dtype(str(array.type))

@@ -146,7 +146,10 @@ def test_a_member_that_never_comes_is_not_waited_for_once_the_attempt_is_void():
 
 
 def test_a_member_that_goes_away_inside_breaks_the_reduction_for_the_others():
+    both_connected = threading.Barrier(2)
+
     def work(rank, group):
+        both_connected.wait(60)
         if rank == 1:
             group._group = None  # its connections are closed with it
             return None
