@@ -36,6 +36,8 @@ def whole_folder(path: Path, *, replaces: str) -> Iterator[Path]:
         UserError: `path` holds something else.
     """
     path = path.expanduser()
+    if path.is_symlink():
+        path = path.resolve()  # the folder is replaced, not the link to it
     _tidy(path)
     refuse_foreign(path, marker=replaces)
     try:

@@ -7,6 +7,7 @@ time; nothing is thrown out once it is in, because an epoch meets every sample o
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class SampleStates:
 
 
 class StateCache:
-    """Sample states by sample id, bounded in bytes. Thread-safe; shared by all targets of a run.
+    """Sample states by key, bounded in bytes. Thread-safe; shared by all targets of a run.
 
     Args:
         max_bytes: what may be kept.
@@ -45,20 +46,20 @@ class StateCache:
         self._states: dict[str, SampleStates] = {}
         self.n_bytes = 0
 
-    def get(self, sample_ids: Sequence[str]) -> list[SampleStates] | None:
+    def get(self, keys: Sequence[str]) -> list[SampleStates] | None:
         """States of all these samples, or None if one is missing."""
         with self._lock:
-            found = [self._states.get(name) for name in sample_ids]
+            found = [self._states.get(name) for name in keys]
         return [f for f in found if f is not None] if all(f is not None for f in found) else None
 
-    def offer(self, sample_id: str, states: SampleStates) -> None:
+    def offer(self, key: str, states: SampleStates) -> None:
         """Keeps a copy if there is room for it."""
         size = states.n_bytes()
         with self._lock:
-            if sample_id in self._states or self.n_bytes + size > self._max_bytes:
+            if key in self._states or self.n_bytes + size > self._max_bytes:
                 return
             self.n_bytes += size
-            self._states[sample_id] = states
+            self._states[key] = states
 
     def __len__(self) -> int:
         with self._lock:
@@ -78,10 +79,12 @@ class CachedCapture:
 
     def capture(self, planned: PlannedRow, samples: Sequence[Sample]) -> HiddenStateRow:
         """States of a row, from the cache if all its samples are there, else from the target."""
-        known = self._cache.get([s.sample_id for s in samples])
+        keys = [_key(sample) for sample in samples]
+        known = self._cache.get(keys)
         if known is None:
             row = self._capture.capture(planned, samples)
-            self._keep(row)
+            if _is_finite(row):  # what is not is refused at the queue's door, and must be captured anew
+                self._keep(keys, row)
             return row
         device = self._capture.target.device
         finals = [states.final_TH for states in known if states.final_TH is not None]
@@ -92,10 +95,20 @@ class CachedCapture:
             torch.cat(finals).to(device) if finals else None,
         )
 
-    def _keep(self, row: HiddenStateRow) -> None:
+    def _keep(self, keys: Sequence[str], row: HiddenStateRow) -> None:
         taps = row.taps_TF.split(row.lengths)
         finals = [None] * len(taps) if row.final_hidden_TH is None else row.final_hidden_TH.split(row.lengths)
-        for name, sample_taps, final in zip(row.sample_ids, taps, finals, strict=True):
+        for name, sample_taps, final in zip(keys, taps, finals, strict=True):
             # Copies: a slice would keep the whole row's memory alive.
             kept = None if final is None else final.to("cpu", copy=True)
             self._cache.offer(name, SampleStates(sample_taps.to("cpu", copy=True), kept))
+
+
+def _key(sample: Sample) -> str:
+    """The sample's tokens too: training and validation data may use one id for different samples."""
+    return f"{sample.sample_id} {hashlib.sha256(sample.input_ids.tobytes()).hexdigest()}"
+
+
+def _is_finite(row: HiddenStateRow) -> bool:
+    tensors = [row.taps_TF] if row.final_hidden_TH is None else [row.taps_TF, row.final_hidden_TH]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

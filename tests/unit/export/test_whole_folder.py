@@ -73,3 +73,12 @@ def test_what_a_living_writer_has_in_hand_is_left_alone(tmp_path: Path) -> None:
     other.mkdir()
     write(tmp_path / "best", "new")
     assert theirs.is_dir() and other.is_dir()
+
+
+def test_a_link_to_a_folder_stays_and_the_folder_behind_it_is_replaced(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    write(real, "old")
+    link.symlink_to(real, target_is_directory=True)
+    write(link, "new")
+    assert link.is_symlink() and (real / MARKER).read_text() == "new"
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["link", "real"]
