@@ -208,9 +208,10 @@ class ChunkLoss:
     def _tv(self) -> Tensor | None:
         if not self._terms.tv:
             return None
-        p_CV, q_CV, log_ratio_CV = self._against_teacher(1.0, None)
-        self.values["tv"] = 0.5 * (q_CV - p_CV).abs_().sum(-1)
-        slope_CV = log_ratio_CV.sign_().mul_(0.5)  # of the logits' difference: q - P of close values rounds to 0
+        p_CV, q_CV, _ = self._against_teacher(1.0, None)
+        difference_CV = q_CV - p_CV
+        self.values["tv"] = 0.5 * difference_CV.abs().sum(-1)
+        slope_CV = difference_CV.sign_().mul_(0.5)
         mean_C1 = (q_CV * slope_CV).sum(-1, keepdim=True)
         return slope_CV.sub_(mean_C1).mul_(q_CV).mul_(self._terms.tv)
 

@@ -149,7 +149,7 @@ def distances_kernel(
             q = tl.exp(z - lse)
             d = (z - t) - (lse - t_lse)
             tv += tl.where(inside, tl.abs(q - p), 0.0)
-            half_sign = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))  # q - p of close values rounds to 0
+            half_sign = tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
             slope += tl.where(inside, q * half_sign, 0.0)
             reverse += tl.where(inside, _excess(q, p, -d), 0.0)
     out_ptr += row * 4
@@ -204,8 +204,8 @@ def gradient_kernel(
         if FULL:
             t = tl.load(t_ptr + t_row * n_vocab + index, mask=inside, other=0.0)
             p = tl.exp(t - t_lse)
+            half_sign = tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
             d = (z - t) - (lse - t_lse)
-            half_sign = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
             g += q * (tv_weight * (half_sign - slope) + rkl_weight * (d - reverse))
         if ENTROPY:
             log_q = z * cap_scale - lse_cap
