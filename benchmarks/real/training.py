@@ -22,7 +22,6 @@ from draftline.drafter.warm_start import start_from_target
 from draftline.pipeline.workers import borrow
 from draftline.records import HiddenStateRow
 from draftline.target.load import LoadedTarget
-from muon import MuonMasters
 from settings import Settings
 from states import rows_in_turn
 from variants import Variant
@@ -140,8 +139,7 @@ class OurTrainer:
         self.module = make_module(self.spec, weights, target.device)
         config = variant.optimizer_config(peak_rate)
         self.peak_rate = config.learning_rate
-        kind = MuonMasters if variant.optimizer == "muon" else MasterOptimizer
-        self.optimizer = kind(self.module, config)
+        self.optimizer = MasterOptimizer(self.module, config)
         self.optimizer.load_masters(weights)  # a bf16 copy must not become the master
         embedding, head, teacher = borrow(self.spec, target, target.device, compute_dtype(target.device))
         objective = variant.objective(settings)

@@ -76,8 +76,8 @@ class Variant:
         )
 
     def optimizer_config(self, learning_rate: float) -> OptimizerConfig:
-        """AdamW's section, at `rate_factor` times a tuned rate."""
-        return OptimizerConfig(learning_rate=learning_rate * self.rate_factor)
+        """The optimizer's section, at `rate_factor` times a tuned rate."""
+        return OptimizerConfig(kind=self.optimizer, learning_rate=learning_rate * self.rate_factor)
 
     def as_figures(self) -> dict[str, Any]:
         """JSON-able."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from cluster_kit import MEMORY
@@ -15,24 +14,10 @@ from host_kit import possible
 from ray.cluster_utils import Cluster
 
 from draftline.cluster.joining import NAMESPACE
-from draftline.config.load import load_config
 from draftline.config.schema import RunConfig
-from draftline.data.manifest import DatasetFacts
-from draftline.data.shards import ShardWriter
+from tiny_run_kit import tiny_config, write_dataset
 
-TINY_YAML = """
-output: {output}
-seed: 3
-target: {{model: "{model}"}}
-data: {{path: "{data}", row_tokens: 64}}
-drafter: {{num_layers: 2, block_size: 4, taps: [0, 2], mask_token_id: 500, intermediate_size: 64}}
-objective: {{anchors: 16, decay: {{kind: exponential, gamma: 4}}}}
-optimizer: {{learning_rate: 1e-3}}
-pipeline: {{target_devices: [cpu], drafter_devices: [cpu], stall_timeout_s: 120, max_restarts: 8}}
-sync: {{kind: average, every_rows: 3}}
-checkpoint: {{every_rounds: 1, keep: 1000}}
-cluster: {{averaging_timeout_s: 20}}
-"""
+DEFAULTS = ("pipeline.max_restarts=8", "checkpoint.keep=1000", "cluster.averaging_timeout_s=20")
 # Where no network namespaces may be made, hosts are raylets of one address only.
 collect_ignore = [] if possible() else ["test_cluster_hosts.py"]
 # A node that falls silent counts as dead after three missed seconds; Ray's own defaults need half a minute.
@@ -41,16 +26,6 @@ QUICK_DEATH = {
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-
-
-def write_dataset(path: Path, n_samples: int = 40) -> Path:
-    rng = np.random.default_rng(0)
-    with ShardWriter(path) as writer:
-        for i in range(n_samples):
-            n = int(rng.integers(12, 31))
-            writer.add(f"sample-{i}", rng.integers(3, 400, n).tolist(), [False] * 6 + [True] * (n - 6))
-        writer.finish(DatasetFacts(tokenizer_fingerprint="tiny", template_hash="tiny", vocab_size=400, max_tokens=64))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +38,8 @@ def make_run(tmp_path: Path, tiny_target_dir: Path, tiny_data: Path) -> Callable
     """`make_run("key=value", ..., name="run")`: a configuration whose output is a new folder of the test."""
 
     def make(*overrides: str, name: str = "run", **paths: Any) -> RunConfig:
-        file = tmp_path / f"{name}.yaml"
-        values = {"output": tmp_path / name, "model": tiny_target_dir, "data": tiny_data, **paths}
-        file.write_text(TINY_YAML.format(**values), encoding="utf-8")
-        return load_config([file], overrides)
+        found = {"model": tiny_target_dir, "data": tiny_data, **paths}
+        return tiny_config(tmp_path, name, (*DEFAULTS, *overrides), **found)
 
     return make
 

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from draftline.cli import app
-from draftline.config.load import load_config
 from draftline.config.schema import TargetConfig
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import BoundDrafter, chain_generate
@@ -25,25 +22,15 @@ from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
 from draftline.pipeline.workers import initial_weights
 from draftline.target.load import load_target
+from tiny_run_kit import finished_run, invoke
 
 SIZES = "drafter.dflash2={conv_group_size: 8, selector_rank: 4, selector_top_k: 6}"
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
-
-
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, tiny_yaml: str, tiny_target_dir: Path, tiny_data: Path) -> Path:
+def first(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_data: Path) -> Path:
     """A finished DFlash run."""
-    folder = tmp_path_factory.mktemp("first")
-    file = folder / "run.yaml"
-    file.write_text(tiny_yaml.format(output=folder / "run", model=tiny_target_dir, data=tiny_data))
-    train(make_run_plan(load_config([file], ["max_rows=3"])))
-    return folder / "run"
+    return finished_run(tmp_path_factory.mktemp("first"), tiny_target_dir, tiny_data, "max_rows=3")
 
 
 def test_a_dflash_export_goes_on_as_dflash2_is_resumed_exported_and_decodes_without_loss(make_run, first, tiny_data):

@@ -10,30 +10,25 @@ import torch
 from typer.testing import CliRunner
 
 from draftline.cli import app
-from draftline.config.load import load_config
 from draftline.errors import UserError
 from draftline.evaluate.command import find_drafter
 from draftline.export.formats import load_drafter_export
 from draftline.export.zlab import export_zlab
 from draftline.pipeline.checkpoint import list_checkpoints, read_checkpoint
 from draftline.pipeline.choice import choose_checkpoint
-from draftline.pipeline.coordinator import train
 from draftline.pipeline.exporting import drafter_of_run
-from draftline.pipeline.runplan import make_run_plan
+from tiny_run_kit import finished_run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_yaml: str, tiny_target_dir: Path, tiny_data: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_data: Path) -> Path:
     """Two checkpoints, and a `best` drafter as validation leaves it."""
-    folder = tmp_path_factory.mktemp("eval")
-    file = folder / "run.yaml"
-    file.write_text(tiny_yaml.format(output=folder / "run", model=tiny_target_dir, data=tiny_data))
-    train(make_run_plan(load_config([file], ["max_rows=4", "sync.every_rows=2"])))
-    drafter = drafter_of_run(folder / "run")
+    run = finished_run(tmp_path_factory.mktemp("eval"), tiny_target_dir, tiny_data, "max_rows=4", "sync.every_rows=2")
+    drafter = drafter_of_run(run)
     with torch.no_grad():
         drafter.norm.weight.mul_(2.0)
-    export_zlab(drafter, folder / "run" / "best")
-    return folder / "run"
+    export_zlab(drafter, run / "best")
+    return run
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from draftline.cli import app
 from draftline.config.load import load_config
 from draftline.errors import UserError
 from draftline.evaluate.command import load_drafter
@@ -17,6 +15,7 @@ from draftline.export.formats import load_drafter_export
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.exporting import export_run
 from draftline.pipeline.runplan import make_run_plan
+from tiny_run_kit import finished_run, invoke
 
 REPORT = {
     "definition": "tau is defined so",
@@ -35,19 +34,8 @@ REPORT = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_yaml: str, tiny_target_dir: Path, tiny_data: Path) -> Path:
-    folder = tmp_path_factory.mktemp("formats")
-    file = folder / "run.yaml"
-    file.write_text(tiny_yaml.format(output=folder / "run", model=tiny_target_dir, data=tiny_data))
-    train(make_run_plan(load_config([file], ["max_rows=4"])))
-    return folder / "run"
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_data: Path) -> Path:
+    return finished_run(tmp_path_factory.mktemp("formats"), tiny_target_dir, tiny_data, "max_rows=4")
 
 
 def test_a_run_goes_to_speculators_and_back_bit_for_bit_and_is_trained_further(tmp_path: Path, run: Path) -> None:

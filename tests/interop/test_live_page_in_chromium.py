@@ -71,7 +71,7 @@ def address(run: RunMonitor, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def browser() -> Iterator[Any]:
     if not BROWSER:
-        pytest.skip("no Chromium here")
+        pytest.skip("no Chromium on this machine: the page is looked at in a real browser where one is installed")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
@@ -124,10 +124,14 @@ def test_a_server_that_is_gone_is_told(run: RunMonitor, address: str, browser: A
     page = browser.new_page()
     page.goto(address)
     page.get_by_text("1 of 100").wait_for()
+    lost = page.locator("#lost")
+    assert lost.is_hidden()
     page.route("**/api/*", lambda route: route.abort())
     page.get_by_text("No news from draftline watch since").wait_for(timeout=15_000)
+    assert "No news from draftline watch since" in lost.inner_text()
     page.unroute("**/api/*")
-    page.locator("#lost").wait_for(state="hidden", timeout=25_000)
+    lost.wait_for(state="hidden", timeout=25_000)
+    assert lost.is_hidden()
 
 
 @pytest.mark.parametrize("columns", [40, 120])

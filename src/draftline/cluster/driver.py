@@ -10,6 +10,7 @@ on failure   a lost worker costs its rows a second capture; RunFailedError by na
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,9 @@ from draftline.cluster.messages import Outcome, Scale
 from draftline.cluster.refs import RowRef
 from draftline.cluster.seat import Gift
 from draftline.cluster.transport import Kind, choose_kind
-from draftline.errors import RunFailedError, RunStoppedError
+from draftline.errors import RunFailedError
 from draftline.pipeline.core import End, Failure, Worker
+from draftline.pipeline.ending import STOPPING, raise_unless_closed
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.runplan import RunPlan
 from draftline.pipeline.signals import StopSignals
@@ -118,17 +120,10 @@ class ClusterRun:
         ray.get(self._queue.tell.remote(Scale(0)))  # so that whoever still listens hears what is there
         self._desk.take([*ray.get(self._events), *ray.get(self._queue.take_events.remote())])
         self._reporter.say(f"ledger: {ray.get(self._queue.stats.remote()).ledger}")
-        if end is End.FAILED:
-            assert failure is not None
-            raise RunFailedError(failure.reason, origin=failure.origin)
-        if end is End.STOPPED:
-            raise RunStoppedError(
-                f"stopped; resume with --resume (checkpoint: {self._desk.last_checkpoint})",
-                signal_number=signals.received or 15,
-            )
+        raise_unless_closed(end, failure, self._desk.last_checkpoint, signals.received or signal.SIGTERM)
 
     def _stop(self, reason: str) -> None:
-        self._reporter.say(f"stop asked for by {reason}: rows in hand finish, then a checkpoint; again to end at once")
+        self._reporter.say(f"stop asked for by {reason}: {STOPPING}")
         ray.get(self._queue.request_stop.remote())
 
     # ---- workers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -60,7 +61,7 @@ from draftline.target.states.stored_target import StoredTarget
 PATIENCE_S = 120.0
 
 
-class LoopActor:
+class LoopActor(ABC):
     """What both kinds share: one loop in one thread, and its outcome.
 
     Args:
@@ -88,9 +89,9 @@ class LoopActor:
         except DraftlineError as error:
             return self.card(error=str(error), exit_code=error.exit_code)
 
+    @abstractmethod
     def load(self) -> Card:
         """Loads what the worker needs."""
-        raise NotImplementedError
 
     def outcome(self) -> Outcome:
         """Waits until the loop has ended, and tells how."""

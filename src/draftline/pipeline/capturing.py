@@ -26,7 +26,8 @@ from draftline.pipeline.states import (
 )
 from draftline.pipeline.workers import load_targets, make_captures, prove_targets
 from draftline.records import PlannedRow
-from draftline.target.loop import Capture, check_row
+from draftline.target.door import check_row
+from draftline.target.loop import Capture
 from draftline.target.states.capture import keep_row
 from draftline.target.states.store import StatesWriter
 from draftline.target.states.stored_target import store_target

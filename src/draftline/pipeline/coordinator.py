@@ -11,6 +11,7 @@ on failure   RunFailedError with the worker's name; the checkpoints written so f
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,11 @@ from draftline.data.shards import TokenDataset
 from draftline.drafter.loop import DrafterTrainLoop
 from draftline.drafter.schedule import LearningRate
 from draftline.drafter.sync import Synchronizer
-from draftline.errors import DraftlineError, RunFailedError, RunStoppedError
+from draftline.errors import DraftlineError, RunFailedError
 from draftline.export.zlab import export_zlab
 from draftline.pipeline.budget import FailureBudget, is_sticky
 from draftline.pipeline.core import End, LedgerCounts, LedgerState, PipelineCore, drafter_worker
+from draftline.pipeline.ending import STOPPING, raise_unless_closed
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.meeting import MeetingRoom, Seat, UnhurriedClock
 from draftline.pipeline.profiling import RunProfiler
@@ -256,19 +258,11 @@ class PipelineCoordinator:
         if self._profiler is not None:
             self._profiler.close()
         self._reporter.say(f"ledger: {self.exchange.stats().ledger}")
-        if end is End.FAILED:
-            failure = self.exchange.failure
-            assert failure is not None
-            raise RunFailedError(failure.reason, origin=failure.origin)
-        if end is End.STOPPED:
-            raise RunStoppedError(
-                f"stopped; resume with --resume (checkpoint: {self._room.last_checkpoint})",
-                signal_number=signals.received or 15,
-            )
+        raise_unless_closed(end, self.exchange.failure, self._room.last_checkpoint, signals.received or signal.SIGTERM)
         return self._result(training_s)
 
     def _stop(self, reason: str) -> None:
-        self._reporter.say(f"stop asked for by {reason}: rows in hand finish, then a checkpoint; again to end at once")
+        self._reporter.say(f"stop asked for by {reason}: {STOPPING}")
         self.exchange.request_stop()
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftline.data.shards import Sample
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.capture import TargetCapture
+from draftline.target.door import check_row
 from draftline.target.remote.capture import RemoteCapture
 
 
@@ -83,8 +84,8 @@ class CachedCapture:
         known = self._cache.get(keys)
         if known is None:
             row = self._capture.capture(planned, samples)
-            if _is_finite(row):  # what is not is refused at the queue's door, and must be captured anew
-                self._keep(keys, row)
+            check_row(row, planned)  # what is refused must be captured anew, not kept
+            self._keep(keys, row)
             return row
         device = self._capture.target.device
         finals = [states.final_TH for states in known if states.final_TH is not None]
@@ -107,8 +108,3 @@ class CachedCapture:
 def _key(sample: Sample) -> str:
     """The sample's tokens too: training and validation data may use one id for different samples."""
     return f"{sample.sample_id} {hashlib.sha256(sample.input_ids.tobytes()).hexdigest()}"
-
-
-def _is_finite(row: HiddenStateRow) -> bool:
-    tensors = [row.taps_TF] if row.final_hidden_TH is None else [row.taps_TF, row.final_hidden_TH]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)

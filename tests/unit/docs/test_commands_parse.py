@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", MAKEFILE, re.M))
 VARIABLES = set(re.findall(r"^([A-Z_]+) \??:?=", MAKEFILE, re.M))
 # These load a target or train; the others read a tokenizer or nothing.
+ON_THE_LINE = "COMMANDLINE"
 COMPUTING = ("train", "regenerate", "eval", "capture", "check-labels", "plan", "doctor")
 
 
@@ -28,15 +30,16 @@ def known_commands():
     return typer.main.get_command(app).commands
 
 
-def parse(words: tuple[str, ...]) -> None:
-    """Raises as the command line would; runs nothing. `...` stands for whatever else a command requires."""
+def parse(words: tuple[str, ...]) -> Any:
+    """What the command line understood; raises as it would, and runs nothing. `...` stands for whatever else a
+    command requires."""
     command = known_commands()[words[0]]
     given = [word for word in words[1:] if word != "..." and not word.startswith("$")]
     if "..." in words:
         for parameter in command.params:
             if parameter.required and not set(parameter.opts) & set(given):
                 given += ["X"] if parameter.param_type_name == "argument" else [parameter.opts[0], "X"]
-    command.make_context(words[0], given)
+    return command.make_context(words[0], given)
 
 
 def test_commands_are_found_on_many_pages():
@@ -45,7 +48,11 @@ def test_commands_are_found_on_many_pages():
 
 @pytest.mark.parametrize("command", [c for c in BLOCKS if c.words[0] == "draftline"], ids=named)
 def test_command_lines_parse(command):
-    parse(command.words[1:])
+    words = command.words[1:]
+    found = parse(words)
+    options = {p.name for p in found.command.params if set(p.opts) & set(words)}
+    assert found.info_name == words[0]
+    assert all(found.get_parameter_source(name).name == ON_THE_LINE for name in options)
 
 
 @pytest.mark.parametrize("command", [c for c in SENTENCES if c.words[0] == "draftline"], ids=named)

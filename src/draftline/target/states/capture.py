@@ -11,6 +11,7 @@ from draftline.errors import RunFailedError
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.cache import SampleStates
 from draftline.target.capture import TargetCapture, assemble_row
+from draftline.target.door import check_row
 from draftline.target.remote.capture import RemoteCapture
 from draftline.target.states.store import StatesReader, StatesWriter
 
@@ -63,6 +64,7 @@ class StoringCapture:
             device, want_final = self._capture.target.device, self._capture.want_final
             return row_of_states(planned, samples, states, self._capture.taps, device, want_final=want_final)
         row = self._capture.capture(planned, samples)
+        check_row(row, planned)  # what is refused must be captured anew, not kept
         keep_row(self._writer, planned, row)
         return row
 
