@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from draftline.cli import app
 from draftline.config.schema import RunConfig
-from draftline.errors import UserError
+from draftline.errors import RunFailedError, UserError
 from draftline.pipeline.capturing import capture_states
 from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
 from draftline.pipeline.coordinator import train
@@ -190,6 +190,12 @@ def test_damaged_states_are_refused_or_fail_by_name(make_run, tmp_path) -> None:
     offline = make_run(states, SHORT, "states.mode=offline", name="offline")
     with pytest.raises(UserError, match="the manifest says"):
         make_run_plan(offline)
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1  # one bit of one state, in a file of the same size that is read without complaint
+    shard.write_bytes(flipped)
+    with pytest.raises(RunFailedError, match=r"target-0: .*shard-00000.safetensors: was changed: its hash") as failed:
+        train(make_run_plan(make_run(states, SHORT, "states.mode=offline", name="flipped")))
+    assert "\n" not in str(failed.value)
     shard.write_bytes(whole)
     borrowed = tmp_path / "states" / "borrowed.safetensors"
     borrowed.write_bytes(borrowed.read_bytes()[:-1] + b"\x01")

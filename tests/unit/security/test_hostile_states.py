@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_manifests_of_states(tmp_path: Path, states: Path, data: st.DataObject) 
 @FUZZ
 @given(data=st.data())
 def test_shards_of_states(tmp_path: Path, states: Path, data: st.DataObject) -> None:
-    """Torn bytes, and whole files with other tensors, under the size that the manifest tells."""
+    """Torn bytes, and whole files with other tensors, under the size and hash that the manifest tells."""
     shard, manifest = states / "shard-00000.safetensors", states / "manifest.json"
     names = st.sampled_from(["0.taps", "0.scales", "0.final", "1.taps", "x"])
     shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -91,7 +92,7 @@ def test_shards_of_states(tmp_path: Path, states: Path, data: st.DataObject) -> 
         content = data.draw(st.one_of(torn(shard.read_bytes()), tensors))
         shard.write_bytes(content)
         told = json.loads(manifest.read_bytes())
-        told["shards"][0]["n_bytes"] = len(content)
+        told["shards"][0] |= {"n_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         manifest.write_text(json.dumps(told))
         check_meets(tmp_path, lambda: read_all(states))
 

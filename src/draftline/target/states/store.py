@@ -58,6 +58,8 @@ class StatesReader:
                 )
             self._shard_of[samples] = number
         self._local = threading.local()
+        self._locks = [threading.Lock() for _ in self.manifest.shards]
+        self._proven: set[int] = set()
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -81,6 +83,7 @@ class StatesReader:
         """States of one sample, in the dtype of the target's forward, on the host.
 
         Raises:
+            UserError: the shard is not the one that the manifest describes; found out when it is first read.
             RunFailedError: not there, or not of that length; a broken file.
         """
         number = int(self._shard_of[sample])
@@ -88,6 +91,7 @@ class StatesReader:
             raise RunFailedError(f"{self.folder} holds no states of sample {sample}", origin=_ORIGIN)
         file = self.folder / self.manifest.shards[number].name
         try:
+            self._prove(number, file)
             states = self._decoded(self._handle(file), sample)
         except (SafetensorError, OSError, ValueError) as error:
             raise RunFailedError(f"{file}: sample {sample} cannot be read ({error})", origin=_ORIGIN) from error
@@ -120,6 +124,17 @@ class StatesReader:
             raise RunFailedError(f"{what} has taps of shape {list(taps_TF.shape)}, not {wanted} wide", origin=_ORIGIN)
         if final_TH is not None and final_TH.shape != (taps_TF.shape[0], hidden):
             raise RunFailedError(f"{what} has a last state of shape {list(final_TH.shape)}", origin=_ORIGIN)
+
+    def _prove(self, number: int, file: Path) -> None:
+        """Compares a shard with its hash, once: whoever comes first reads it whole, others who want it wait."""
+        with self._locks[number]:
+            if number in self._proven:
+                return
+            if _sha256(file) != self.manifest.shards[number].sha256:
+                raise UserError(
+                    "was changed: its hash is not the recorded one", where=str(file), mend="capture the states again"
+                )
+            self._proven.add(number)
 
     def _handle(self, file: Path) -> Any:
         """A few files stay open for each thread, the last used ones."""
@@ -221,9 +236,14 @@ class StatesWriter:
         except SafetensorError as error:  # it has no other way to tell that the disk is full
             temporary.unlink(missing_ok=True)
             raise UserError(f"cannot be written ({error})", where=str(self.folder), mend="free space") from error
+        digest = _sha256(temporary)
         with temporary.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         size = temporary.stat().st_size
         os.replace(temporary, self.folder / name)
         return StatesShard(name=name, n_bytes=size, sha256=digest, samples=tuple(self._samples))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
