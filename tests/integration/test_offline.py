@@ -143,6 +143,8 @@ def test_fp8_states_are_smaller_train_and_tell_their_error(make_run, tmp_path) -
         (["drafter.taps=[0,1]"], r"taps is \[0, 2\] there, \[0, 1\] here"),
         ([TEACHER], "final_norm is none there, post here"),
         (["states.dtype=fp8"], "dtype is float32 there, fp8 here"),
+        (["target.dtype=bfloat16"], "compute_dtype is float32 there, bfloat16 here"),
+        (["target.quantization=int8"], "quantization is none there, int8 here"),
     ],
 )
 def test_changed_settings_are_refused_with_both_values(make_run, tmp_path, changes, message) -> None:
@@ -152,6 +154,34 @@ def test_changed_settings_are_refused_with_both_values(make_run, tmp_path, chang
         make_run_plan(make_run(states, *changes, "states.mode=offline", name="offline"))
     with pytest.raises(UserError, match=message):
         captured(make_run(states, *changes, name="again"))
+    with pytest.raises(UserError, match=message):
+        captured(make_run(states, *changes, name="told"), dry_run=True)
+
+
+def test_states_of_a_server_are_not_taken_for_those_of_a_target_here(make_run, tmp_path) -> None:
+    captured(make_run(f"states.path={tmp_path / 'states'}", SHORT, name="capture"))
+    served = "target.backend={kind: files, path: x, aux_layer_ids: [1, 3, 4]}"
+    with pytest.raises(UserError, match="backend is local there, files here"):
+        make_run_plan(make_run(f"states.path={tmp_path / 'states'}", served, "states.mode=offline", name="offline"))
+
+
+def test_a_quantised_targets_states_train_without_it(make_run, tmp_path, request) -> None:
+    options = (f"states.path={tmp_path / 'states'}", SHORT, "target.quantization=int8", "target.dtype=bfloat16")
+    captured(make_run(*options, name="capture"))
+    request.getfixturevalue("no_target")
+    trained(make_run(*options, "states.mode=offline", name="offline"))
+
+
+def test_states_train_for_a_worker_over_several_devices_as_for_one(make_run, tiny_data, tmp_path, request) -> None:
+    """Whoever captured over two devices leaves them in the configuration; rows are on the first."""
+    options = (SHORT, f"states.path={tmp_path / 'states'}", f"data.validation_path={tiny_data}")
+    spread = "pipeline.target_devices=['cpu+cpu']"
+    captured(make_run(*options, spread, name="capture"))
+    request.getfixturevalue("no_target")
+    both = [
+        trained(make_run(*options, *more, "states.mode=offline", name=n)) for n, more in (("a", [spread]), ("b", []))
+    ]
+    assert same(*both)
 
 
 def test_changed_data_and_another_target_are_refused_with_both_values(

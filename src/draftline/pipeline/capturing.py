@@ -19,6 +19,7 @@ from draftline.pipeline.runplan import RunPlan, make_run_plan
 from draftline.pipeline.states import (
     StatesPart,
     open_writer,
+    require_may_add,
     require_room,
     size_lines,
     states_identity,
@@ -47,6 +48,8 @@ def capture_states(config: RunConfig, *, dry_run: bool = False, say: Say = print
     """
     plan = _online_plan(config)
     parts = states_parts(plan)
+    for part in parts:  # before the target is loaded, and in a dry run too
+        require_may_add(part, states_identity(plan, part.dataset.manifest.fingerprint))
     for line in size_lines(plan, parts):
         say(line)
     if dry_run:

@@ -18,6 +18,7 @@ from draftline.data.shards import TokenDataset
 from draftline.errors import UserError
 from draftline.records import PlannedRow
 from draftline.target.capture import TargetCapture
+from draftline.target.spread import first_device
 from draftline.target.states.capture import OfflineCapture, StoringCapture
 from draftline.target.states.manifest import (
     MANIFEST_NAME,
@@ -94,6 +95,8 @@ def states_identity(plan: RunPlan, data: str, fingerprint: str = "") -> StatesId
         revision=config.target.revision,
         facts=facts_hash(plan.facts),
         fingerprint=fingerprint,
+        quantization=config.target.quantization,
+        backend=config.target.backend.kind,
         taps=plan.spec.taps,
         final_norm="post" if config.objective.needs_teacher else None,
         hidden_size=plan.spec.hidden_size,
@@ -112,7 +115,7 @@ def check_offline(plan: RunPlan) -> None:
     for part in states_parts(plan):
         reader = _reader(part)
         wanted = states_identity(plan, part.dataset.manifest.fingerprint)
-        require_same_states(reader.manifest.identity, wanted, part.folder, known=False)
+        require_same_states(reader.manifest.identity, wanted, part.folder, adds=False)
         missing = sum(len(reader.missing(row.samples)) for row in part.rows)
         if missing:
             raise UserError(
@@ -127,7 +130,7 @@ def load_stored_targets(plan: RunPlan) -> list[StoredTarget]:
     root = states_parts(plan)[0].folder
     loaded: list[StoredTarget] = []
     for name in plan.config.pipeline.target_devices:
-        device = torch.device(name)
+        device = torch.device(first_device(name))
         same = next((t for t in loaded if t.device == device), None)
         loaded.append(load_stored_target(root, device, share_with=same))
     return loaded
@@ -138,7 +141,7 @@ def offline_captures(plan: RunPlan) -> list[Capture]:
     reader = _reader(states_parts(plan)[0])
     want_final = plan.config.objective.needs_teacher
     return [
-        OfflineCapture(reader, torch.device(name), want_final=want_final)
+        OfflineCapture(reader, torch.device(first_device(name)), want_final=want_final)
         for name in plan.config.pipeline.target_devices
     ]
 
@@ -170,7 +173,7 @@ class StateStores:
         if len(self._parts) < 2:
             return capture
         if self._mode == "offline":
-            device = torch.device(self._plan.config.pipeline.target_devices[0])
+            device = torch.device(first_device(self._plan.config.pipeline.target_devices[0]))
             return OfflineCapture(_reader(self._parts[1]), device, want_final=self._plan.config.objective.needs_teacher)
         return self._storing(capture, 1)
 
@@ -193,10 +196,15 @@ def open_writer(plan: RunPlan, part: StatesPart, identity: StatesIdentity) -> St
     Raises:
         UserError: names what differs.
     """
+    require_may_add(part, identity)
+    return StatesWriter(part.folder, identity, shard_bytes=plan.config.states.shard_bytes)
+
+
+def require_may_add(part: StatesPart, identity: StatesIdentity) -> None:
+    """Refuses (UserError, with both values) to add to a folder that holds other states."""
     reader = part.reader()
     if reader is not None:
-        require_same_states(reader.manifest.identity, identity, part.folder, known=True)
-    return StatesWriter(part.folder, identity, shard_bytes=plan.config.states.shard_bytes)
+        require_same_states(reader.manifest.identity, identity, part.folder, adds=True)
 
 
 def size_lines(plan: RunPlan, parts: Sequence[StatesPart]) -> list[str]:

@@ -42,6 +42,8 @@ def identity(dtype: str) -> StatesIdentity:
         revision=None,
         facts="f",
         fingerprint="p",
+        quantization=None,
+        backend="local",
         taps=(0, 2),
         final_norm="post",
         hidden_size=4,

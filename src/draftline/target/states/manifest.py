@@ -30,6 +30,8 @@ class StatesIdentity(_Record):
         model: last part of the target's name, so that a moved folder is still the same.
         facts: hash of the target's sizes and conventions, from its configuration alone.
         fingerprint: of the target's weights.
+        quantization: what loading made of them (`target.quantization`); None: as the files are.
+        backend: where the target ran (`target.backend`); the last bits differ between them.
         taps: 0-based layers whose output is kept.
         final_norm: "post": the last hidden state is kept, after the final norm; None: it is not kept.
         dtype: of the numbers on disk; fp8 has a scale for each token and tap.
@@ -41,6 +43,8 @@ class StatesIdentity(_Record):
     revision: str | None
     facts: str
     fingerprint: str
+    quantization: str | None
+    backend: str
     taps: tuple[int, ...]
     final_norm: Literal["post"] | None
     hidden_size: int = Field(ge=1)
@@ -131,11 +135,12 @@ def _check_shard(folder: Path, shard: StatesShard) -> None:
         raise UserError(what, where=str(file), mend="capture the states again")
 
 
-def require_same_states(found: StatesIdentity, wanted: StatesIdentity, folder: Path, *, known: bool) -> None:
+def require_same_states(found: StatesIdentity, wanted: StatesIdentity, folder: Path, *, adds: bool) -> None:
     """Refuses states that are not those that a run wants.
 
     Args:
-        known: the target is loaded, so that its weights' fingerprint and its dtype can be compared too.
+        wanted: without a fingerprint where the target is not loaded; it is not compared then.
+        adds: states will be added to the folder, not only read.
 
     Raises:
         UserError: names each field that differs, with both values.
@@ -143,9 +148,9 @@ def require_same_states(found: StatesIdentity, wanted: StatesIdentity, folder: P
     differing = []
     for name in StatesIdentity.model_fields:
         there, here = getattr(found, name), getattr(wanted, name)
-        if name == "final_norm" and here is None and not known:
+        if name == "final_norm" and here is None and not adds:
             continue  # kept, but not asked for; what adds to the folder has to keep it as well
-        if not known and (name in ("fingerprint", "compute_dtype") or (name == "dtype" and "fp8" not in (there, here))):
+        if name == "fingerprint" and not here:
             continue
         if there != here:
             differing.append(f"{name} is {_short(there)} there, {_short(here)} here")
