@@ -90,7 +90,7 @@ def answer_batch(
 
 
 def batches_of(prompts: Sequence[Prompt], batch_size: int, *, same_length: bool) -> list[list[Prompt]]:
-    """Prompts of similar length together; of equal length where padding would disturb a recurrent state."""
+    """Prompts of similar length together; of equal length where another length would disturb an answer."""
     batches: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=lambda prompt: (len(prompt.input_ids), prompt.id)):
         full = not batches or len(batches[-1]) == batch_size

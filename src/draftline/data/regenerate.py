@@ -124,13 +124,20 @@ def _answer_all(
     while window := list(islice(left, batch_size * WINDOW_BATCHES)):
         conversations = {prompt.id: conversation for conversation, prompt in window}
         prompts = [prompt for _, prompt in window]
-        for batch in batches_of(prompts, batch_size, same_length=target.has_recurrent_layers):
+        for batch in batches_of(prompts, batch_size, same_length=_apart(target)):
             answers = answer_batch(target, batch, max_new_tokens=max_new_tokens, sampling=sampling)
             records = [_record(job.template, conversations[p.id], p, a) for p, a in zip(batch, answers, strict=True)]
             empty = [(p.id, "empty answer") for p, record in zip(batch, records, strict=True) if record is None]
             job.log.append([record for record in records if record is not None], empty)
             job.new_tokens += sum(len(answer.token_ids) for answer in answers)
             shown.advance(len(batch))
+
+
+def _apart(target: LoadedTarget) -> bool:
+    """True if prompts of different lengths would disturb each other: by padding in a recurrent state, or by the
+    longest one's rotary frequencies.
+    """
+    return target.has_recurrent_layers or target.facts.rope_changes_at is not None
 
 
 def _record(

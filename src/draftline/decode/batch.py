@@ -116,6 +116,19 @@ class BatchedTarget:
     def _forward(
         self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool = False
     ) -> list[Forwarded]:
+        """One padded forward; two where the longest text would change the rotary frequencies of shorter ones."""
+        edge = self.target.facts.rope_changes_at
+        is_long = [edge is not None and row.length + row.ids_N.shape[0] > edge for row in rows]
+        found: dict[int, Forwarded] = {}
+        for side in sorted(set(is_long)):
+            members = [index for index, own in enumerate(is_long) if own == side]
+            answers = self._padded([sessions[i] for i in members], [rows[i] for i in members], last_only=last_only)
+            found.update(zip(members, answers, strict=True))
+        return [found[index] for index in range(len(rows))]
+
+    def _padded(
+        self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool
+    ) -> list[Forwarded]:
         sizes = [row.ids_N.shape[0] for row in rows]
         width, stop = max(sizes), max(row.length + size for row, size in zip(rows, sizes, strict=True))
         spare = self._buffers.columns

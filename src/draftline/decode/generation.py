@@ -193,11 +193,23 @@ def device_clock(device: torch.device | str) -> Callable[[], float]:
 
 
 def check_context(target: LoadedTarget, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises UserError if prompt and answer together do not fit the target's context."""
+    """Raises UserError if prompt and answer together do not fit the target's context.
+
+    Nor may a text cross the length at which the target's rotary frequencies change: a forward that reaches across it
+    rotates all of its tokens otherwise than one token at a time would, so no block there is lossless.
+    """
     limit = getattr(target.text_config, "max_position_embeddings", None)
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones exceed the target's context of {limit}",
             where="decode",
             mend="shorten the prompt or lower max_new_tokens",
+        )
+    edge = target.facts.rope_changes_at
+    if edge is not None and prompt_tokens <= edge < prompt_tokens + max_new_tokens:
+        raise UserError(
+            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones cross the length of {edge} tokens, at "
+            "which the target's rotary embedding changes",
+            where="decode",
+            mend="keep prompt and answer together below it, or the prompt above it",
         )

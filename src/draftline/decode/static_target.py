@@ -20,6 +20,7 @@ from draftline.decode.generation import device_clock
 from draftline.decode.static_call import Outputs, StaticCall, StaticCompiler, column_stops, smallest_fit
 from draftline.decode.steps import Forwarded, TreeLayout
 from draftline.decode.target_session import slices_logits
+from draftline.errors import UserError
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -39,6 +40,7 @@ class StaticTarget:
 
     def __init__(self, target: LoadedTarget, columns: int, compiler: StaticCompiler) -> None:
         cache = require_rows(target)
+        _refuse_changing_rope(target)
         check_buffer_memory(target, 1, columns, free_bytes(target.device))
         self.target, self.columns = target, columns
         self.stops = column_stops(columns)
@@ -201,3 +203,12 @@ class StaticSession:
         if list(path) != list(range(len(path))):
             self._owner.move_path(self.length, path)
         self.length += len(path)
+
+
+def _refuse_changing_rope(target: LoadedTarget) -> None:
+    if target.facts.rope_changes_at is not None:
+        raise UserError(
+            "the target chooses its rotary frequencies by the text's length, which a captured forward cannot",
+            where="decode",
+            mend="decode without --compile",
+        )

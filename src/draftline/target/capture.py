@@ -30,6 +30,7 @@ from torch import nn
 from draftline.errors import RunFailedError, UserError
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.conventions import check_taps
+from draftline.target.facts import LENGTH_DEPENDENT_ROPE
 from draftline.target.load import LoadedTarget
 from draftline.target.varlen import MAX_HEAD_DIM, with_backend
 
@@ -37,8 +38,6 @@ CaptureLayout = Literal["varlen", "packed", "padded", "single"]
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _PACKABLE_BACKENDS = frozenset({"sdpa", "eager", "flash_attention_2"})
-# Rotary embeddings that are recomputed from the longest position of a batch.
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 # A sample joins a sub-batch if it is at least this share of its longest one: bounds the padding.
 _MIN_FILL = 0.75
 
@@ -244,7 +243,7 @@ def natural_layout(target: LoadedTarget) -> CaptureLayout:
     1.5 times at 2048 (SmolLM2-135M, samples of 100 tokens, one core), and as much at 512.
     """
     packable = not target.has_recurrent_layers and set(target.facts.layer_types) <= _PACKABLE_LAYERS
-    packable = packable and not target.facts.rope_types & _LENGTH_DEPENDENT_ROPE
+    packable = packable and not target.facts.rope_types & LENGTH_DEPENDENT_ROPE
     if not packable or target.attention not in _PACKABLE_BACKENDS or target.device.type == "cpu":
         return _unproven_layout(target)
     half = target.dtype in (torch.bfloat16, torch.float16)
@@ -261,7 +260,7 @@ def fallback_layouts(layout: CaptureLayout) -> tuple[CaptureLayout, ...]:
 
 
 def _unproven_layout(target: LoadedTarget) -> CaptureLayout:
-    return "single" if target.facts.rope_types & _LENGTH_DEPENDENT_ROPE else "padded"
+    return "single" if target.facts.rope_types & LENGTH_DEPENDENT_ROPE else "padded"
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:

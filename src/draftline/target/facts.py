@@ -20,6 +20,8 @@ from draftline.target.hub import hub_fault
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Families that carry a recurrent state but whose configuration does not list layer types.
 _RECURRENT_MODEL_TYPES = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "zamba"})
+# Rotary embeddings whose frequencies depend on the longest position of a forward.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 # Families whose embedding is multiplied by sqrt(hidden_size).
 _SQRT_SCALED_PREFIX = "gemma"
 
@@ -67,6 +69,15 @@ class TargetFacts:
         """The kinds of rotary embedding in use, over all layer types."""
         nested = [v for v in self.rope_parameters.values() if isinstance(v, dict)]
         return frozenset(str(p.get("rope_type", "default")) for p in (nested or [self.rope_parameters]) if p)
+
+    @property
+    def rope_changes_at(self) -> int | None:
+        """Longest text in tokens whose rotary frequencies are those of a short one; None: they never change."""
+        nested = [v for v in self.rope_parameters.values() if isinstance(v, dict)]
+        changing = [p for p in (nested or [self.rope_parameters]) if p.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+        # `dynamic` stretches from the configured context on, whatever else its entry holds.
+        edges = [p.get("original_max_position_embeddings") if p["rope_type"] == "longrope" else None for p in changing]
+        return min((int(edge or self.max_position_embeddings) for edge in edges), default=None)
 
 
 @dataclass(frozen=True, slots=True)
