@@ -35,7 +35,7 @@ class Generation:
         target_forwards: forwards after the prefill, one a round.
         replay_forwards: further forwards that put recurrent layers right after a rejection.
         drafted_by_position: how often slot k = 1.. was drafted (index k - 1); depth of the tree for a tree.
-        accepted_by_position: how often it was accepted by the target.
+        accepted_by_position: how often it was accepted by the target and is text: not behind a stop token or the limit.
         tree_nodes: drafts verified in each round of a tree; empty otherwise.
         prefill_s, decode_s: wall-clock seconds.
         stopped: True if a stop token ended it, False at the length limit.
@@ -132,11 +132,21 @@ class Recorder:
         self.stopped = first_token in self.stop_token_ids
         self._prefilled_s = self.clock()
 
-    def commit(self, new_tokens: Sequence[int], *, drafted: int, slots: int, nodes: int | None = None) -> int:
+    def commit(
+        self,
+        new_tokens: Sequence[int],
+        *,
+        drafted: int,
+        slots: int,
+        nodes: int | None = None,
+        accepted: int | None = None,
+    ) -> int:
         """Takes a round's tokens (accepted drafts, then the target's own), cut at the limit and behind a stop token.
 
         Args:
             new_tokens: at least one token.
+            accepted: how many of them were drafted; None: all but the last, which is the target's own. A known text
+                that ends in a draft has no token of the target's own behind it.
             drafted: drafts of the block, or depth of the tree.
             slots: slots of the block (see `slots`).
             nodes: drafts in the tree, for a tree.
@@ -144,6 +154,7 @@ class Recorder:
         Returns:
             How many tokens of the block (its root counted) now are committed text.
         """
+        accepted = len(new_tokens) - 1 if accepted is None else accepted
         room = len(self.prompt_ids) + self.max_new_tokens - len(self.tokens)
         produced = min(len(new_tokens), room)
         for index in range(produced):
@@ -152,10 +163,10 @@ class Recorder:
                 break
         self.tokens.extend(new_tokens[:produced])
         self._lengths.append(produced)
-        self._clipped.append(produced < len(new_tokens) or slots < self.block_size)
+        self._clipped.append(produced < accepted + 1 or slots < self.block_size)
         for index in range(drafted):
             self._drafted[index] += 1
-        for index in range(len(new_tokens) - 1):
+        for index in range(min(accepted, produced)):
             self._accepted[index] += 1
         if nodes is not None:
             self._nodes.append(nodes)

@@ -56,5 +56,5 @@ def tree_replay(
         tree = budget.grow(block_marginals(draft, budget.largest))
         accepted = tree.walk_text(text[start + 1 :])
         new_tokens = text[start + 1 : start + 2 + accepted]
-        recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree))
+        recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree), accepted=accepted)
     return recorder.finish(n_forwards=rounds, n_replays=0)

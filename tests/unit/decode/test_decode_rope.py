@@ -1,4 +1,4 @@
-"""Targets whose rotary frequencies depend on a forward's length: lossless on either side of the change, never across."""
+"""Targets whose rotary frequencies depend on a forward's length: lossless on either side, never across."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_batch_keeps_texts_of_both_sides_in_forwards_of_their_own() -> None:
 
 
 def test_compiled_rounds_are_refused_where_frequencies_depend_on_the_length() -> None:
-    with pytest.raises(UserError, match="rotary frequencies by the text's length.*without --compile"):
+    with pytest.raises(UserError, match=r"rotary frequencies by the text's length.*without --compile"):
         StaticTarget(longrope_target(1), 100, StaticCompiler("eager", torch.device("cpu")))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from decoding_kit import random_prompt, tiny_spec, tiny_target
+from decoding_kit import NoisyDrafter, greedy_text, random_prompt, tiny_spec, tiny_target
 from dflash2_kit import DFLASH2, awake
 from draftline.config.drafter_spec import Dflash2Spec, DrafterSpec
 from draftline.config.schema import NoDecay, ObjectiveConfig, ValidationConfig
@@ -142,7 +142,7 @@ def test_walked_rounds_are_those_of_real_decoding(kind: str, with_stops: bool) -
 
 
 def test_walked_trees_are_those_of_the_replay() -> None:
-    """The replay is the reference for targets that cannot verify trees; it calls fewer rounds clipped."""
+    """The replay is the reference for targets that cannot verify trees."""
     drafter, stops, row = trained("full", True)
     walk = walk_answers(make_step(drafter), row, answers_of(row, stops))
     for method, budget in enumerate(BUDGETS, start=1):
@@ -158,7 +158,20 @@ def test_walked_trees_are_those_of_the_replay() -> None:
             )
             for prompt, answer in texts(stops)
         ]
-        assert of_method(walk, method)[:2] == sums(replayed)[:2]
+        assert of_method(walk, method) == sums(replayed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_replay_is_real_tree_decoding_in_every_count_also_where_a_stop_token_ends_a_block(seed: int) -> None:
+    model, prompt = tiny_target(seed, num_hidden_layers=1), random_prompt(seed, 6)
+    text = greedy_text(model, prompt, 40)
+    drafter = NoisyDrafter(text, 13, 6, seed=seed, strength=5.0)
+    stops = {text[6 + 8 + seed % 9]} if seed % 3 else set()
+    known = {"budget": FixedBudget(40), "max_new_tokens": 25, "stop_token_ids": stops}
+    real = tree_generate(model, drafter, prompt, **known)
+    replayed = tree_replay(model, drafter, prompt, real.output_ids, **known)
+    assert replace(real, prefill_s=0.0, decode_s=0.0) == replayed
+    assert sum(real.accepted_by_position) <= len(real.output_ids) - 1
 
 
 def test_walks_do_not_depend_on_padding_packing_or_how_many_blocks_go_at_once() -> None:
