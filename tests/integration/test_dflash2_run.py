@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftline.config.schema import TargetConfig
+from draftline.data.shards import TokenDataset
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import BoundDrafter, chain_generate
 from draftline.decode.plain import plain_generate
@@ -19,6 +22,8 @@ from draftline.export.check import check_export
 from draftline.export.formats import load_drafter_export
 from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
 from draftline.pipeline.coordinator import train
+from draftline.pipeline.exporting import export_run
+from draftline.pipeline.pruning import data_of_run, head_rows, prune_spec
 from draftline.pipeline.runplan import make_run_plan
 from draftline.pipeline.workers import initial_weights
 from draftline.target.load import load_target
@@ -92,6 +97,7 @@ def test_a_run_is_exported_with_a_pruned_vocabulary_of_its_datas_commonest_token
     drafter = load_drafter_export(tmp_path / "x")
     kept = drafter.spec.draft_vocabulary
     target = load_target(TargetConfig(model=str(tiny_target_dir)), "cpu")
+    assert "the others are those of the lowest ids" not in said
     assert kept is not None and len(kept) == 150 and set(target.facts.eos_token_ids) <= set(kept)
     again = invoke("export", tmp_path / "x", "-o", tmp_path / "y", "--format", "speculators")
     assert again[0] == 0 and load_drafter_export(tmp_path / "y").spec.draft_vocabulary == kept
@@ -99,10 +105,64 @@ def test_a_run_is_exported_with_a_pruned_vocabulary_of_its_datas_commonest_token
     assert code == 0 and load_drafter_export(tmp_path / "z").spec.draft_vocabulary is None
     with pytest.raises(UserError, match="z-lab's class drafts from the whole vocabulary"):
         invoke("export", first, "-o", tmp_path / "w", "--draft-vocab-size", 150)
+    assert "draft vocabulary: tokens | 150" in (tmp_path / "x" / "README.md").read_text()
+    assert "draft vocabulary" not in (tmp_path / "z" / "README.md").read_text()
     with pytest.raises(UserError, match="600 is not between"):
         invoke("export", first, "-o", tmp_path / "w", "--draft-vocab-size", 600)
     with pytest.raises(UserError, match="give them with --vocab-data"):
         invoke("export", tmp_path / "z", "-o", tmp_path / "w", "--draft-vocab-size", 150)
+
+
+def test_a_vocabulary_larger_than_what_the_data_use_is_filled_up_and_said(tmp_path, first, make_data):
+    few = make_data(tmp_path / "few", n_samples=2)
+    dataset = TokenDataset.open(few)
+    counted = {int(t) for i in range(2) for t in dataset.sample(i).input_ids[dataset.sample(i).loss_mask]}
+    options = ("--format", "speculators", "--draft-vocab-size", 150, "--vocab-data", few)
+    code, said = invoke("export", first, "-o", tmp_path / "x", *options)
+    assert code == 0 and f"the data use {len(counted | {2})} of its 150 tokens" in said  # 2 ends text
+    kept = load_drafter_export(tmp_path / "x").spec.draft_vocabulary
+    assert kept is not None and counted < set(kept) and len(kept) == 150
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [(448, "vocabulary size is 512, the target's is 448"), (None, r"has shape \[300, 64\], .* makes it \[512, 64\]")],
+)
+def test_rows_of_another_targets_head_are_refused(tmp_path, first, tiny_target_dir, rows, message):
+    """Its configuration says so, or its weights are not those of its configuration."""
+    other = shutil.copytree(tiny_target_dir, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | ({} if rows is None else {"vocab_size": rows})))
+    weights = load_file(other / "model.safetensors")
+    save_file(weights | {"lm_head.weight": torch.ones(300, 64)}, other / "model.safetensors", metadata={"format": "pt"})
+    spec, _ = prune_spec(load_drafter_export(first / "export").spec, 150, data_of_run(first))
+    with pytest.raises(UserError, match=message):
+        head_rows(spec, TargetConfig(model=str(other)))
+
+
+def test_the_head_is_read_at_the_revision_that_was_trained_on(tmp_path, first, tiny_target_dir, monkeypatch):
+    run, seen = shutil.copytree(first, tmp_path / "run"), []
+    config = (run / "config.yaml").read_text()
+    assert "revision: null" in config
+    (run / "config.yaml").write_text(config.replace("revision: null", "revision: v7"))
+    monkeypatch.setattr(
+        "draftline.pipeline.exporting.head_rows", lambda spec, target: seen.append(target) or head_rows(spec, target)
+    )
+    mine = export_run(run, tmp_path / "x", form="speculators", vocabulary=(150, None))
+    export_run(mine, tmp_path / "y", form="speculators")
+    same = shutil.copytree(tiny_target_dir, tmp_path / "same")
+    export_run(mine, tmp_path / "z", form="speculators", target=str(same))
+    assert [(target.model, target.revision) for target in seen] == [
+        (str(tiny_target_dir), "v7"),
+        (str(tiny_target_dir), "v7"),
+        (str(same), None),
+    ]
+
+
+def test_an_end_token_outside_the_vocabulary_is_one_line(first):
+    spec = load_drafter_export(first / "export").spec.model_copy(update={"eos_token_id": [2, 512]})
+    with pytest.raises(UserError, match="end-of-text token 512 is outside the drafter's vocabulary of 512"):
+        prune_spec(spec, 150, data_of_run(first))
 
 
 def test_a_run_is_exported_in_8_bits(tmp_path, first):

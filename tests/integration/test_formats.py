@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,43 @@ def test_check_exits_2_where_a_server_would_serve_otherwise(tmp_path: Path, run:
     assert invoke("export", "--check", tmp_path / "spec", "--format", "speculators")[0] == 0
     code, said = invoke("export", "--check", tmp_path / "spec", "--server", "sglang")
     assert code == 2 and "cannot read speculators' format" in said
+
+
+OTHER_TARGETS = {
+    "hidden_size": (32, "hidden size is 64, the target's is 32"),
+    "vocab_size": (448, "vocabulary size is 512, the target's is 448"),
+    "num_hidden_layers": (3, "number of target layers is 4, the target's is 3"),
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_TARGETS)
+def test_another_target_is_refused_by_export_check_and_import_with_both_sides(
+    tmp_path: Path, run: Path, tiny_target_dir: Path, changed: str
+) -> None:
+    value, message = OTHER_TARGETS[changed]
+    other = shutil.copytree(tiny_target_dir, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {changed: value, "layer_types": None}
+    (other / "config.json").write_text(json.dumps(config))
+    for form in ("zlab", "speculators"):
+        mine = export_run(run, tmp_path / form, form=form)
+        code, said = invoke("export", "--check", mine, "--target", other)
+        assert code == 2 and f"refuse  any: the drafter's {message}" in said and "served by none" in said
+        assert invoke("export", "--check", mine, "--target", tiny_target_dir)[0] == 0
+        for command in (["export", run, "--format", form], ["export", mine, "--format", form], ["import", mine]):
+            with pytest.raises(UserError, match=message):
+                invoke(*command, "-o", tmp_path / "out", "--target", other)
+            assert not (tmp_path / "out").exists()
+
+
+def test_a_speculators_folder_of_others_taps_layers_that_the_target_must_have(
+    tmp_path: Path, run: Path, tiny_target_dir: Path
+) -> None:
+    path = export_run(run, tmp_path / "spec", form="speculators")
+    (path / "draftline.json").unlink()
+    config = json.loads((path / "config.json").read_text()) | {"aux_hidden_state_layer_ids": [1, 9]}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"\[1, 9\] for a target of 4 layers: 8 is not a layer"):
+        invoke("export", "--check", path, "--target", tiny_target_dir)
 
 
 @pytest.mark.parametrize(

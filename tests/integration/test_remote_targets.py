@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,19 @@ def test_what_is_borrowed_is_read_without_the_layers(make_tiny_target, kind: str
     hidden = torch.randn(3, whole.hidden_size)
     assert lender.final_norm is not None and whole.final_norm is not None
     assert torch.equal(lender.final_norm(hidden), whole.final_norm(hidden))
+
+
+def test_a_missing_head_is_tied_only_where_the_configuration_says_so(make_tiny_target, tmp_path) -> None:
+    untied = shutil.copytree(make_tiny_target("qwen3"), tmp_path / "untied")
+    weights = load_file(untied / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, untied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"holds no lm_head\.weight, and its configuration does not tie"):
+        load_lender(TargetConfig(model=str(untied)), torch.device("cpu"))
+    config = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (untied / "config.json").write_text(json.dumps(config))
+    lender = load_lender(TargetConfig(model=str(untied)), torch.device("cpu"))
+    assert lender.head.weight_VH is lender.embedding.weight_VH
 
 
 def test_served_states_pass_the_self_test_of_every_backend(fake, endpoint, target) -> None:

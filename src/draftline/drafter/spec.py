@@ -66,8 +66,11 @@ def build_spec(config: DrafterConfig, facts: TargetFacts, *, stop_token_ids: Col
         raise UserError(first["msg"].removeprefix("Value error, "), where=where) from error
 
 
-def check_target(spec: DrafterSpec, facts: TargetFacts) -> None:
+def check_target(spec: DrafterSpec, facts: TargetFacts, *, where: str = "drafter") -> None:
     """Refuse a drafter (a warm start, an export) that was made for another target.
+
+    Args:
+        where: which of the two was named, for the message.
 
     Raises:
         UserError: names both values of the first size that disagrees.
@@ -81,7 +84,7 @@ def check_target(spec: DrafterSpec, facts: TargetFacts) -> None:
         if ours != theirs:
             raise UserError(
                 f"the drafter's {name} is {ours}, the target's is {theirs}",
-                where="drafter",
+                where=where,
                 mend="use the target that this drafter was made for, or build a new drafter",
             )
 

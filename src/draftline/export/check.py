@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.export.common import CARD, ExportFormat, read_provenance
 from draftline.export.files import read_json, weight_files
 from draftline.export.formats import detect_format, load_drafter_export, read_drafter_spec
 from draftline.export.traps import SERVERS, Server, Subject, TrapFinding, find_traps
+from draftline.target.facts import TargetFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ def check_export(
     servers: Sequence[Server] | None = None,
     form: ExportFormat | None = None,
     num_target_layers: int | None = None,
+    target: TargetFacts | None = None,
 ) -> CheckReport:
     """Reads a folder whole and looks for the serving traps.
 
@@ -55,6 +58,7 @@ def check_export(
         servers: who is asked about; None: those that read its format.
         form: format that the folder is expected to be in; None: as found.
         num_target_layers: of the target, for speculators' format without a card of ours.
+        target: the whole target, where it is known: it must be the drafter's.
 
     Raises:
         UserError: no drafter, another format than expected, or one that cannot be read at all.
@@ -64,14 +68,17 @@ def check_export(
     if form is not None and form != found:
         raise UserError(f"is in {found} format, not {form}", where=str(path), mend=f"export it with --format {form}")
     shapes, dtypes = _headers(path)
+    if target is not None:
+        num_target_layers = target.num_layers
+    spec, provenance = read_drafter_spec(path, num_target_layers=num_target_layers), read_provenance(path)
     subject = Subject(
         form=found,
         config=read_json(path / "config.json"),
-        spec=read_drafter_spec(path, num_target_layers=num_target_layers),
+        spec=spec,
         is_ours=(path / CARD).is_file(),
         shapes=shapes,
         dtypes=dtypes,
-        provenance=read_provenance(path),
+        provenance=provenance if target is None else provenance | {"target_is_recurrent": target.has_recurrent_layers},
     )
     asked = tuple(servers) if servers else (("vllm",) if found == "speculators" else SERVERS)
     findings = [f for f in find_traps(subject) if f.server == "any" or f.server in asked]
@@ -79,6 +86,11 @@ def check_export(
         load_drafter_export(path, num_target_layers=num_target_layers)
     except UserError as error:  # weights that are missing, misshapen or not finite
         findings.insert(0, TrapFinding("refuse", "any", error.what, error.mend or "export it again"))
+    try:
+        if target is not None:
+            check_target(spec, target)
+    except UserError as error:
+        findings.insert(0, TrapFinding("refuse", "any", error.what, error.mend or "give its own target"))
     return CheckReport(path, found, asked, tuple(findings))
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from draftline.config.drafter_spec import DrafterSpec
+from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.export.common import read_provenance, slides
 from draftline.export.formats import detect_format, load_drafter_export
 from draftline.export.serving import drafter_section
 from draftline.export.zlab import export_zlab
 from draftline.export.zlab_config import refuse_unservable
+from draftline.target.facts import TargetFacts
 
 SECTION_FILE = "drafter.yaml"
 
@@ -39,19 +41,25 @@ class Imported:
         ]
 
 
-def import_checkpoint(source: Path, output: Path, *, num_target_layers: int | None = None) -> Imported:
+def import_checkpoint(
+    source: Path, output: Path, *, num_target_layers: int | None = None, target: TargetFacts | None = None
+) -> Imported:
     """Writes `source`, in any format that can be read, to `output`.
 
     Args:
         num_target_layers: of the target; needed for speculators' format without a card of ours.
+        target: the whole target, where it is known: it must be the drafter's.
 
     Raises:
-        UserError: `source` cannot be read, or holds what no server could serve as it will be trained.
+        UserError: `source` cannot be read, is for another target, or holds what no server could serve as trained.
     """
     source, output = Path(source).expanduser(), Path(output).expanduser()
     if source.resolve() == output.resolve():
         raise UserError("is the checkpoint itself", where=str(output), mend="choose another output folder")
-    drafter = load_drafter_export(source, num_target_layers=num_target_layers)
+    layers = num_target_layers if target is None else target.num_layers
+    drafter = load_drafter_export(source, num_target_layers=layers)
+    if target is not None:
+        check_target(drafter.spec, target, where=str(source))
     spec, mended = mend_spec(drafter.spec)
     refuse_unservable(spec)
     drafter.spec = spec

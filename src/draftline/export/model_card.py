@@ -122,12 +122,14 @@ def _training(provenance: Mapping[str, Any]) -> str:
         rows += [(f"data: {name}", _short(value)) for name, value in data.items()]
     if "data_fingerprint" in provenance:
         rows.append(("data fingerprint", provenance["data_fingerprint"]))
+    if provenance.get("target_revision"):
+        rows.append(("target revision", provenance["target_revision"]))
     if "committed_rows" in provenance:
         rows.append(("rows trained", provenance["committed_rows"]))
-    for section in ("recipe", "objective"):
+    for section in ("draft_vocabulary", "recipe", "objective"):
         values = provenance.get(section)
         if isinstance(values, Mapping):
-            rows += [(f"{section}: {name}", _short(value)) for name, value in values.items()]
+            rows += [(f"{section.replace('_', ' ')}: {name}", _short(value)) for name, value in values.items()]
     return _table(rows) if rows else "Not recorded."
 
 

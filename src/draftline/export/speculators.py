@@ -108,9 +108,9 @@ def load_speculators(
 def read_speculators_spec(path: Path, num_target_layers: int | None = None) -> DrafterSpec:
     """The spec of an export, from config.json; what it cannot tell from draftline.json or the argument."""
     recorded, config = read_recorded_spec(path), read_json(path / "config.json")
-    unsaid: dict[str, Any] = {} if recorded is None else {name: getattr(recorded, name) for name in _UNSAID}
-    if num_target_layers is not None:
-        unsaid["num_target_layers"] = num_target_layers
+    unsaid: dict[str, Any] = {"num_target_layers": num_target_layers}
+    if recorded is not None:
+        unsaid |= {name: getattr(recorded, name) for name in _UNSAID}
     if is_pruned(config):
         wanted = (TO_TARGET, TO_DRAFT)
         unsaid["draft_vocabulary"] = read_vocabulary(read_weights(path, wanted), str(path / WEIGHTS))

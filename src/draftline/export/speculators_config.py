@@ -208,5 +208,7 @@ def _taps(aux_ids: Sequence[int], num_target_layers: int, where: str) -> tuple[i
         return aux_ids_to_taps([int(i) for i in aux_ids], num_target_layers)
     except UserError as error:
         raise UserError(
-            f"aux_hidden_state_layer_ids {list(aux_ids)}: {error.what}", where=where, mend=error.mend
+            f"aux_hidden_state_layer_ids {list(aux_ids)} for a target of {num_target_layers} layers: {error.what}",
+            where=where,
+            mend=error.mend,
         ) from error

@@ -9,8 +9,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from draftline.config.drafter_spec import DrafterSpec
+from draftline.config.load import load_config
 from draftline.config.schema import TargetConfig
 from draftline.drafter.model import Drafter
+from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.export.check import check_export
 from draftline.export.common import ExportDtype, ExportFormat, read_provenance, read_recorded_spec
@@ -27,7 +29,8 @@ from draftline.pipeline.choice import NEWEST, choose_checkpoint
 from draftline.pipeline.core import LedgerState
 from draftline.pipeline.provenance import evaluation_facts, run_provenance
 from draftline.pipeline.pruning import data_of_run, head_rows, prune_spec
-from draftline.target.facts import target_facts
+from draftline.pipeline.run_folder import CONFIG_FILE
+from draftline.target.facts import TargetFacts, target_facts
 
 
 def drafter_of_run(run: Path) -> Drafter:
@@ -70,20 +73,18 @@ def export_run(
     if dtype not in get_args(ExportDtype):
         names = ", ".join(get_args(ExportDtype))
         raise UserError(f"dtype {dtype!r} is not known", where="--dtype", mend=f"use one of {names}")
-    verifier = _verifier(target, may_be_elsewhere=True)
-    drafter, facts = _source(_chosen(source, checkpoint)[0], verifier, keeps_vocabulary=form == "speculators")
+    known = _target(target, may_be_elsewhere=True)
+    drafter, facts = _source(_chosen(source, checkpoint)[0], known, keeps_vocabulary=form == "speculators")
+    if known is not None:
+        check_target(drafter.spec, known, where=f"--target {target}")
     if vocabulary is not None:
         size, data = vocabulary
-        drafter.spec = prune_spec(drafter.spec, size, data_of_run(source) if data is None else data)
-    facts |= evaluation_facts(reports)
-    if verifier is not None:
-        facts["target"] = verifier.name_or_path
-        if verifier.architectures:
-            facts["target_architectures"] = list(verifier.architectures)
+        drafter.spec, used = prune_spec(drafter.spec, size, data_of_run(source) if data is None else data)
+        facts["draft_vocabulary"] = {"tokens": size, "used in the data": used}
+    facts |= evaluation_facts(reports) | _named(target, known)
     if form == "speculators":
         named = Verifier(str(facts.get("target") or ""), tuple(facts.get("target_architectures") or ()))
-        ids = drafter.spec.draft_vocabulary
-        head_DH = None if ids is None else head_rows(named.name_or_path, ids)
+        head_DH = None if drafter.spec.draft_vocabulary is None else head_rows(drafter.spec, _lender(source, facts))
         export_speculators(drafter, output, named, dtype, provenance=facts, head_DH=head_DH)
     else:
         export_zlab(drafter, output, dtype=dtype, provenance=facts)
@@ -118,21 +119,29 @@ def export_command(
         vocabulary=vocabulary,
     )
     report = check_export(output, form=chosen)
-    return [f"exported: {output}{label}", *report.lines()]
+    return [f"exported: {output}{label}", *_vocabulary_lines(output), *report.lines()]
+
+
+def _vocabulary_lines(output: Path) -> list[str]:
+    """Tells where a draft vocabulary is larger than what the data use."""
+    counted = read_provenance(output).get("draft_vocabulary")
+    if not counted or counted["used in the data"] == counted["tokens"]:
+        return []
+    used, tokens = counted["used in the data"], counted["tokens"]
+    return [f"draft vocabulary: the data use {used} of its {tokens} tokens; the others are those of the lowest ids"]
 
 
 def check_command(
     path: Path, *, form: str | None, servers: Sequence[str], target: str | None
 ) -> tuple[list[str], bool]:
     """`draftline export --check`: what to print, and whether every server that was asked about is fine."""
+    known = _target(target)
     asked = []
     for name in servers:
         if name not in SERVERS:
             raise UserError(f"{name!r} is no server", where="--server", mend=f"use {', '.join(SERVERS)}")
         asked.append(name)
-    verifier = _verifier(target)
-    layers = None if verifier is None else verifier.num_layers
-    report = check_export(path, servers=asked, form=_form(form), num_target_layers=layers)
+    report = check_export(path, servers=asked, form=_form(form), target=known)
     return report.lines(), report.good_for == report.servers
 
 
@@ -141,11 +150,7 @@ def import_command(checkpoint: Path, output: Path, *, target: str | None) -> lis
     named = target
     if named is None and detect_format(checkpoint) == "speculators" and read_recorded_spec(checkpoint) is None:
         named = _named_target(read_json(checkpoint / "config.json")).get("target")
-    verifier = _verifier(named)
-    imported = import_checkpoint(
-        checkpoint, output, num_target_layers=None if verifier is None else verifier.num_layers
-    )
-    return imported.lines()
+    return import_checkpoint(checkpoint, output, target=_target(named)).lines()
 
 
 def _form(name: str | None) -> ExportFormat | None:
@@ -165,15 +170,17 @@ def _chosen(source: Path, checkpoint: str) -> tuple[Path, str]:
     return choice.folder, f" ({choice.label} of {source})"
 
 
-def _source(source: Path, verifier: Verifier | None, *, keeps_vocabulary: bool) -> tuple[Drafter, dict[str, Any]]:
+def _source(source: Path, target: TargetFacts | None, *, keeps_vocabulary: bool) -> tuple[Drafter, dict[str, Any]]:
     if not (source / "config.json").is_file():
         checkpoint = read_checkpoint(source)
         committed = LedgerState.from_json(checkpoint.state["ledger"]).n_committed
         run = source.parents[1]
         return _build(source, checkpoint), run_provenance(run, committed_rows=committed)
-    drafter = load_drafter_export(source, num_target_layers=None if verifier is None else verifier.num_layers)
+    drafter = load_drafter_export(source, num_target_layers=None if target is None else target.num_layers)
     drafter.spec, mended = mend_spec(drafter.spec, keeps_vocabulary=keeps_vocabulary)
     facts = {**_named_target(read_json(source / "config.json")), **read_provenance(source)}
+    if drafter.spec.draft_vocabulary is None:
+        facts.pop("draft_vocabulary", None)
     return drafter, {**facts, "mended": mended} if mended else facts
 
 
@@ -186,21 +193,45 @@ def _named_target(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"target": verifier["name_or_path"], "target_architectures": list(verifier.get("architectures") or ())}
 
 
-def _verifier(target: str | None, *, may_be_elsewhere: bool = False) -> Verifier | None:
-    """The target by name, with architectures and layers from its configuration.
+def _target(name: str | None, *, may_be_elsewhere: bool = False) -> TargetFacts | None:
+    """The target by name, from its configuration.
 
     Args:
-        may_be_elsewhere: a name that only the server can resolve will do.
+        may_be_elsewhere: a name that only the server can resolve will do; nothing is known of it then.
     """
-    if target is None:
+    if name is None:
         return None
     try:
-        facts = target_facts(TargetConfig(model=target))
+        return target_facts(TargetConfig(model=name))
     except UserError:
-        if not may_be_elsewhere:
-            raise
-        return Verifier(target)
-    return Verifier(target, facts.architectures, facts.num_layers)
+        if may_be_elsewhere:
+            return None
+        raise
+
+
+def _named(target: str | None, known: TargetFacts | None) -> dict[str, Any]:
+    """What --target changes in the facts of an export."""
+    if target is None:
+        return {}
+    if known is None:
+        return {"target": target, "target_revision": None}
+    return {
+        "target": target,
+        "target_revision": None,
+        "target_architectures": list(known.architectures),
+        "target_is_recurrent": known.has_recurrent_layers,
+    }
+
+
+def _lender(source: Path, facts: Mapping[str, Any]) -> TargetConfig:
+    """The target whose head lends rows: as the run loaded it, or as the export names it."""
+    name, file = str(facts.get("target") or ""), Path(source).expanduser() / CONFIG_FILE
+    if not name:
+        raise UserError("the target's name is not known", where="export", mend="give it with --target")
+    own = load_config([file]).target if file.is_file() else None
+    if own is None or own.model != name:
+        return TargetConfig(model=name, revision=facts.get("target_revision"))
+    return TargetConfig(model=name, revision=own.revision, trust_remote_code=own.trust_remote_code)
 
 
 def _build(folder: Path, checkpoint: Checkpoint) -> Drafter:

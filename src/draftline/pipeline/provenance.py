@@ -37,6 +37,7 @@ def provenance(config: RunConfig, facts: TargetFacts | None, data: DatasetManife
     """JSON-able facts; see `export/model_card.py` for what is told of them."""
     found: dict[str, Any] = {
         "target": config.target.model,
+        "target_revision": config.target.revision,
         "chat_template_kwargs": config.target.chat_template_kwargs,
         "recipe": _recipe(config),
         "objective": config.objective.model_dump(mode="json"),

@@ -16,12 +16,17 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.load import load_config
 from draftline.config.schema import TargetConfig
 from draftline.data.shards import TokenDataset
+from draftline.drafter.spec import check_target
 from draftline.errors import UserError
+from draftline.target.facts import target_facts
 from draftline.target.remote.lender import load_lender
 
 
-def prune_spec(spec: DrafterSpec, size: int, data: Path) -> DrafterSpec:
+def prune_spec(spec: DrafterSpec, size: int, data: Path) -> tuple[DrafterSpec, int]:
     """The spec with the `size` tokens that answers in a prepared folder use most; tokens that end text are always kept.
+
+    Returns:
+        (spec, how many of the kept tokens the data use or end text): the others fill it up, lowest ids first.
 
     Raises:
         UserError: a size that prunes nothing, data of another vocabulary, or a drafter that cannot be pruned.
@@ -30,7 +35,11 @@ def prune_spec(spec: DrafterSpec, size: int, data: Path) -> DrafterSpec:
     if spec.dflash2 is not None:
         raise UserError("a DFlash2 drafter drafts from the whole vocabulary", where=where, mend="leave it out")
     ends = spec.eos_token_id if isinstance(spec.eos_token_id, list) else [spec.eos_token_id]
-    always = [token for token in ends if token is not None]
+    always = {token for token in ends if token is not None}
+    outside = sorted(token for token in always if not 0 <= token < spec.vocab_size)
+    if outside:
+        what = f"the end-of-text token {outside[0]} is outside the drafter's vocabulary of {spec.vocab_size}"
+        raise UserError(what, where=where, mend="repair eos_token_id")
     if not len(always) < size < spec.vocab_size:
         raise UserError(
             f"{size} is not between {len(always) + 1} and {spec.vocab_size - 1}",
@@ -44,31 +53,44 @@ def prune_spec(spec: DrafterSpec, size: int, data: Path) -> DrafterSpec:
             where=str(data),
             mend="give data of this drafter's target",
         )
-    kept = common_tokens(dataset, size, spec.vocab_size, always=always)
-    return spec.model_copy(update={"draft_vocabulary": kept})
+    kept, used = common_tokens(dataset, size, spec.vocab_size, always=always)
+    return spec.model_copy(update={"draft_vocabulary": kept}), used
 
 
-def common_tokens(dataset: TokenDataset, size: int, vocab_size: int, *, always: Iterable[int]) -> tuple[int, ...]:
-    """The most frequent supervised tokens, rising; of equally frequent ones the lower ids."""
+def common_tokens(
+    dataset: TokenDataset, size: int, vocab_size: int, *, always: Iterable[int]
+) -> tuple[tuple[int, ...], int]:
+    """The most frequent supervised tokens, rising (of equally frequent ones the lower ids); how many occur or end text.
+
+    Raises:
+        UserError: a sample holds a token outside the vocabulary.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for index in range(len(dataset)):
         sample = dataset.sample(index)
-        counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=vocab_size)
+        ids = sample.input_ids[sample.loss_mask]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            what = f"sample {index} holds token {ids.max()}, the drafter knows {vocab_size}"
+            raise UserError(what, where="--vocab-data", mend="give data of this drafter's target")
+        counts += np.bincount(ids, minlength=vocab_size)
     counts[list(always)] = np.iinfo(np.int64).max
-    order = np.argsort(-counts, kind="stable")
-    return tuple(np.sort(order[:size]).tolist())
+    kept = np.sort(np.argsort(-counts, kind="stable")[:size])
+    return tuple(kept.tolist()), int((counts[kept] > 0).sum())
 
 
-def head_rows(target: str, ids: tuple[int, ...]) -> torch.Tensor:
-    """The target's head for these tokens, [D, H], in the dtype of its files; read without the target's layers.
+def head_rows(spec: DrafterSpec, target: TargetConfig) -> torch.Tensor:
+    """The target's head for the tokens of a pruned spec, [D, H], in fp32; read without the target's layers.
 
     Raises:
-        UserError: the target cannot be read, or its head has a bias, for which the format has no place.
+        UserError: the target cannot be read, is not the drafter's, or its head has a bias, for which the format has no
+            place.
     """
-    head = load_lender(TargetConfig(model=target), torch.device("cpu")).head
+    where = f"target {target.model}"
+    check_target(spec, target_facts(target), where=where)
+    head = load_lender(target, torch.device("cpu")).head
     if head.bias_V is not None:
-        raise UserError("the target's head has a bias, which a pruned head cannot hold", where=target)
-    return head.weight_VH[torch.tensor(ids)]
+        raise UserError("the target's head has a bias, which a pruned head cannot hold", where=where)
+    return head.weight_VH[torch.tensor(spec.draft_vocabulary)]
 
 
 def data_of_run(source: Path) -> Path:

@@ -50,7 +50,9 @@ def load_lender(config: TargetConfig, device: torch.device, *, share_with: Store
     norm_name = find_norm(decoder)
     norm = None if norm_name is None else getattr(decoder, norm_name)
     names = _names(model, norm)
-    found = _read(model_source(config), names, dtype=resolve_dtype(config, device), device=device)
+    source, tied = model_source(config), bool(getattr(hf_config, "tie_word_embeddings", False))
+    found = _read(source, names, dtype=resolve_dtype(config, device), device=device, tied=tied)
+    _check_shapes(found, facts, source.name)
     stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(load_tokenizer(config))))
     return _lender(found, facts, norm, stops, device)
 
@@ -91,6 +93,17 @@ def _hollow(hf_config: Any, config: TargetConfig) -> Any:
         return auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
 
 
+def _check_shapes(found: Mapping[str, torch.Tensor], facts: TargetFacts, where: str) -> None:
+    wanted = (facts.vocab_size, facts.hidden_size)
+    for key in ("embedding", "head"):
+        if key in found and tuple(found[key].shape) != wanted:
+            raise UserError(
+                f"its {key} has shape {list(found[key].shape)}, its configuration makes it {list(wanted)}",
+                where=where,
+                mend="give the weights that belong to its config.json",
+            )
+
+
 def _names(model: Any, norm: nn.Module | None) -> dict[str, str]:
     """Our name -> name in the model, of the weights that are wanted."""
     modules = {id(module): name for name, module in model.named_modules()}
@@ -104,7 +117,7 @@ def _names(model: Any, norm: nn.Module | None) -> dict[str, str]:
 
 
 def _read(
-    source: ModelSource, names: Mapping[str, str], *, dtype: torch.dtype, device: torch.device
+    source: ModelSource, names: Mapping[str, str], *, dtype: torch.dtype, device: torch.device, tied: bool
 ) -> dict[str, torch.Tensor]:
     if source.gguf_file is not None:
         raise UserError("is a .gguf file", where=source.name, mend="give the safetensors of the served model")
@@ -113,9 +126,10 @@ def _read(
     for key, name in names.items():
         stored = _stored_name(name, weight_map)
         if stored is None:
-            if key in ("head", "head_bias"):
-                continue  # tied to the embedding
-            raise UserError(f"holds no {name}", where=source.name, mend="give the complete model")
+            if key == "head" and tied:
+                continue
+            untied = ", and its configuration does not tie the head to the embedding" if key == "head" else ""
+            raise UserError(f"holds no {name}{untied}", where=source.name, mend="give the complete model")
         file = _file(source, weight_map[stored])
         try:
             with safe_open(file, framework="pt") as handle:
