@@ -39,7 +39,7 @@ def counts_of(figures: Figures) -> list[PromptCounts]:
 
 def difference(before: Figures, after: Figures) -> Difference | None:
     """Paired by prompt."""
-    return paired_difference(counts_of(before), counts_of(after), 0)
+    return paired_difference(counts_of(before), counts_of(after))
 
 
 def gain(before: Figures, after: Figures) -> str:

@@ -23,6 +23,18 @@ TAU_DEFINITION = (
 
 
 @dataclass(frozen=True, slots=True)
+class Leaders:
+    """The target's best tokens at one place and their logits, best first."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+
+    def gap(self, token: int) -> float | None:
+        """How far the token's logit lies below the best one; None if it is not among the leaders."""
+        return self.logits[0] - self.logits[self.tokens.index(token)] if token in self.tokens else None
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Output of one prompt.
 
@@ -39,7 +51,7 @@ class Generation:
         tree_nodes: drafts verified in each round of a tree; empty otherwise.
         prefill_s, decode_s: wall-clock seconds.
         stopped: True if a stop token ended it, False at the length limit.
-        top2: per output token the target's best logit and its lead over the second best; only if asked for.
+        leaders: per output token the target's best tokens there; only if asked for.
     """
 
     output_ids: list[int]
@@ -54,7 +66,7 @@ class Generation:
     prefill_s: float
     decode_s: float
     stopped: bool
-    top2: list[tuple[float, float]] | None = None
+    leaders: list[Leaders] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -172,7 +184,7 @@ class Recorder:
             self._nodes.append(nodes)
         return produced
 
-    def finish(self, *, n_forwards: int, n_replays: int, top2: list[tuple[float, float]] | None = None) -> Generation:
+    def finish(self, *, n_forwards: int, n_replays: int, leaders: list[Leaders] | None = None) -> Generation:
         """The whole generation. Called once, at the end."""
         return Generation(
             output_ids=self.tokens[len(self.prompt_ids) :],
@@ -187,7 +199,7 @@ class Recorder:
             prefill_s=self._prefilled_s - self._started_s,
             decode_s=self.clock() - self._prefilled_s,
             stopped=self.stopped,
-            top2=top2,
+            leaders=leaders,
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftline.decode.generation import Generation
+from draftline.decode.generation import Generation, Leaders
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
 from draftline.decode.steps import Session, Steps, Task, extended, prefilled, recorder_for, run_steps
 from draftline.decode.target_session import TargetSession
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
 
-def plain_steps(session: Session, task: Task, *, record_top2: bool = False) -> Steps:
+# Tokens recorded at each place: as many as could come out best by rounding alone.
+N_LEADERS = 16
+
+
+def plain_steps(session: Session, task: Task, *, record_leaders: bool = False) -> Steps:
     """Token by token; see `plain_generate`."""
     recorder = recorder_for(session, task, block_size=1)
     sampler = Sampler(task.sampling, session.target.device)
-    best: list[torch.Tensor] = []
+    best: list[tuple[torch.Tensor, torch.Tensor]] = []
     logits_V, _ = yield from prefilled(task.prompt_ids)
     token_1 = sampler.pick(logits_V[None])
     recorder.begin(int(token_1))
     while True:
-        if record_top2:
-            best.append(logits_V.float().topk(2).values)
+        if record_leaders:
+            found = logits_V.float().topk(min(N_LEADERS, logits_V.shape[0]))
+            best.append((found.values, found.indices))
         if recorder.done:
             break
         logits_NV, _ = yield from extended(token_1)
@@ -34,8 +39,14 @@ def plain_steps(session: Session, task: Task, *, record_top2: bool = False) -> S
         logits_V = logits_NV[-1]
         token_1 = sampler.pick(logits_V[None])
         recorder.commit([int(token_1)], drafted=0, slots=1)
-    top2 = [(first, first - second) for first, second in torch.stack(best).tolist()] if record_top2 else None
-    return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays, top2=top2)
+    leaders = _leaders(best) if record_leaders else None
+    return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays, leaders=leaders)
+
+
+def _leaders(best: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Leaders]:
+    """On the host, with one wait for the device each for logits and tokens."""
+    logits, tokens = (torch.stack(column).tolist() for column in zip(*best, strict=True))
+    return [Leaders(tuple(ids), tuple(values)) for ids, values in zip(tokens, logits, strict=True)]
 
 
 def plain_generate(
@@ -45,7 +56,7 @@ def plain_generate(
     max_new_tokens: int,
     stop_token_ids: Collection[int] | None = None,
     sampling: Sampling = GREEDY,
-    record_top2: bool = False,
+    record_leaders: bool = False,
 ) -> Generation:
     """Decodes token by token with a key/value cache.
 
@@ -55,8 +66,8 @@ def plain_generate(
         max_new_tokens: most new tokens, the prefill's included.
         stop_token_ids: None takes the target's own.
         sampling: rule for the next token.
-        record_top2: also record each token's best logit and its lead over the second best.
+        record_leaders: also record the target's best tokens at each place.
     """
     session = TargetSession(target)
     task = Task(prompt_ids, max_new_tokens, stop_token_ids, sampling)
-    return run_steps(session, plain_steps(session, task, record_top2=record_top2))
+    return run_steps(session, plain_steps(session, task, record_leaders=record_leaders))

@@ -103,7 +103,7 @@ class Entry:
     def steps(self, session: Session, task: Task, drafter: DraftModel | None) -> Steps:
         """Decodes a task in a session that taps `taps`; `drafter` is this entry's, or a fork of it."""
         if self.method.name == "plain":
-            return plain_steps(session, task, record_top2=task.sampling.is_greedy)
+            return plain_steps(session, task, record_leaders=task.sampling.is_greedy)
         if drafter is None:
             return linear_steps(session, LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM, session.target.device), task)
         if self.budget is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from draftline.errors import UserError
 
+_MOST_DIGITS = 12
 NAMES = "plain, lookup, chain, tree@N, adaptive"
 
 
@@ -47,8 +48,10 @@ def _parse(name: str) -> Method:
     if name in ("plain", "lookup", "chain", "adaptive"):
         return Method(name)
     kind, _, number = name.partition("@")
-    if kind != "tree" or not number.isdigit():
-        raise UserError(f"{name!r} is not a method", where="methods", mend=f"choose from {NAMES}")
-    if int(number) < 1:
+    if kind != "tree" or not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS):
+        raise UserError(f"{name[:80]!r} is not a method", where="methods", mend=f"choose from {NAMES}")
+    budget = int(number)
+    if budget < 1:
         raise UserError("a tree budget of 0 drafts nothing", where=f"method {name}", mend="give at least 1")
-    return Method(name, int(number))
+    # One name a budget, however it was written: results are filed by it.
+    return Method(f"tree@{budget}", budget)

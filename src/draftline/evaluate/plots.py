@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from draftline import __version__
 from draftline.data.storage import write_text_atomic
 from draftline.errors import UserError
+from draftline.evaluate.stats import first_length
 
 if TYPE_CHECKING:
     from draftline.evaluate.report import EvalReport, MethodResult
@@ -161,7 +162,7 @@ def _draw_lengths(axis: Any, report: EvalReport) -> None:
     ranges = dict.fromkeys(
         group.name for result in _results(report) for group in result.groups if group.kind == "prompt length"
     )
-    order = sorted(ranges, key=lambda name: int(name.rstrip("+").partition("-")[0]))
+    order = sorted(ranges, key=first_length)
     for number, result in enumerate(r for r in _results(report) if r.drafter is not None):
         found = {g.name: g for g in result.groups if g.kind == "prompt length" and g.acceptance_length is not None}
         points = [(order.index(name), group.acceptance_length, group.interval) for name, group in found.items()]

@@ -1,7 +1,7 @@
 """What an evaluation found, as plain data: JSON to a file, a table to the terminal.
 
 Everywhere: acceptance length tau = tokens committed per target forward after the prefill, the target's own token
-counted, pooled over rounds. Intervals are 95 % bootstrap intervals by prompt.
+counted, pooled over rounds. Intervals are 95 % intervals by prompt (see `stats`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from draftline.data.storage import require_writable_file, write_text_atomic
 from draftline.decode.generation import TAU_DEFINITION
+from draftline.evaluate.stats import LEAST_PROMPTS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ALL_SETS = "all"
 
 
@@ -56,15 +57,18 @@ class Divergence(_Data):
     position: int
     plain_token: int | None
     token: int | None
-    gap: float = Field(description="Lead of the target's best logit over its second best there, in plain decoding.")
+    gap: float | None = Field(
+        description="The target's best logit minus that of `token`, in plain decoding; null: not among its best 16, or "
+        "one text ended."
+    )
     tolerance: float
 
 
 class Equality(_Data):
     """Outputs against the target's own plain greedy output.
 
-    A difference counts as a divergence only where the target's two best logits are further apart than the tolerance of
-    the arithmetic (1e-4 in fp32; in 16 bits two units in the last place of the best logit); others are near-ties.
+    The first token that differs is a near-tie if the target's logit of it is within the tolerance of the arithmetic of
+    the best one (1e-4 in fp32; in 16 bits two units in the last place of the best logit); else it is a divergence.
     """
 
     equal: int
@@ -118,7 +122,12 @@ class MethodResult(_Data):
 
 
 class Comparison(_Data):
-    """Drafter B against drafter A with one method, paired by prompt; `difference` is B minus A in tau."""
+    """Drafter B against drafter A with one method, paired by prompt; `difference` is B minus A in tau.
+
+    Attributes:
+        verdict: `NAME is better` or `undecided`; never decided on fewer than `least_prompts`.
+        note: what makes the two differ beside their weights; None if nothing is known.
+    """
 
     method: str
     a: str
@@ -128,6 +137,8 @@ class Comparison(_Data):
     verdict: str
     n_prompts: int
     prompts_needed: int | None
+    least_prompts: int = LEAST_PROMPTS
+    note: str | None = None
 
 
 class TreeRounds(_Data):
@@ -136,7 +147,8 @@ class TreeRounds(_Data):
     Attributes:
         rounds: those of the chain. chain_tokens, tree_tokens: committed in them, the target's own counted.
         rounds_with_chain: rounds whose tree holds every draft of the chain.
-        rounds_below_chain: those among them in which the tree accepts fewer drafts. Not 0: a fault of the code.
+        rounds_not_below_chain: those among them in which the tree accepts at least as many drafts as the chain.
+        rounds_below_chain: those in which it accepts fewer. Not 0: a fault of the code, and a warning of the report.
     """
 
     drafter: str
@@ -145,7 +157,16 @@ class TreeRounds(_Data):
     chain_tokens: int
     tree_tokens: int
     rounds_with_chain: int
+    rounds_not_below_chain: int
     rounds_below_chain: int
+
+    @property
+    def promise(self) -> str:
+        """The counts in words; the two numbers are equal unless decoding is broken."""
+        return (
+            f"{self.drafter} {self.method}: accepted no less than the chain in {self.rounds_not_below_chain} of the "
+            f"{self.rounds_with_chain} rounds in which it holds the chain"
+        )
 
 
 class EvalReport(_Data):
@@ -182,7 +203,7 @@ class EvalReport(_Data):
 
     @property
     def rounds_below_chain(self) -> int:
-        """Rounds in which a tree that holds the chain accepted less: 0 unless decoding is broken."""
+        """Rounds in which a tree that holds the chain accepted less: 0 unless decoding is broken, see `warnings`."""
         return sum(found.rounds_below_chain for found in self.tree_rounds)
 
     def write(self, path: Path) -> None:

@@ -41,7 +41,7 @@ def tree_rounds(
         max_new_tokens: the limit they were decoded with.
     """
     chain_tokens = rounds = 0
-    tree_tokens, holding, fewer = (dict.fromkeys(trees, 0) for _ in range(3))
+    tree_tokens, kept, fewer = (dict.fromkeys(trees, 0) for _ in range(3))
     for prompt_ids, generation in texts:
         for draft, continuation, room in _blocks(target, drafter, prompt_ids, generation, max_new_tokens):
             chain = chain_of(draft).tolist()
@@ -51,8 +51,9 @@ def tree_rounds(
                 tree = budget.grow(block_marginals(draft, budget.largest))
                 walked = tree.walk_text(continuation)
                 tree_tokens[method] += min(walked + 1, room)
-                holding[method] += holds(tree, chain)
-                fewer[method] += holds(tree, chain) and walked < accepted
+                if holds(tree, chain):
+                    kept[method] += walked >= accepted
+                    fewer[method] += walked < accepted
     return [
         TreeRounds(
             drafter=name,
@@ -60,7 +61,8 @@ def tree_rounds(
             rounds=rounds,
             chain_tokens=chain_tokens,
             tree_tokens=tree_tokens[method],
-            rounds_with_chain=holding[method],
+            rounds_with_chain=kept[method] + fewer[method],
+            rounds_not_below_chain=kept[method],
             rounds_below_chain=fewer[method],
         )
         for method in trees

@@ -8,6 +8,7 @@ gives the same texts and acceptance lengths; times then come from a few prompts 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ def evaluate(
         methods: `plain`, `lookup`, `chain`, `tree@N`, `adaptive`. Those that need a drafter run once a drafter. Without
             `plain` there is neither a speed-up nor a check of the output.
         max_new_tokens: most new tokens a prompt.
-        seed: of the bootstrap, and added to the sampling seed of each prompt's place.
+        seed: added to the sampling seed of each prompt's place.
         decoding: sampling rule, batch, compilation. Greedy outputs are compared with the plain ones.
         progress: called before each generation.
 
@@ -121,22 +122,24 @@ def evaluate(
     columns = _columns(target, prompt_sets, max_new_tokens, wanted, bound)
     for method in wanted:
         if method.budget is not None:
-            check_tree_memory(target, method.budget, columns, rows=decoding.batch)
+            rows = min(decoding.batch, sum(map(len, prompt_sets.values())))
+            check_tree_memory(target, method.budget, columns, rows=rows)
     with Sessions(target, bound, decoding.compile, columns) as sessions:
         first = next(iter(prompt_sets.values()))[0]
         entries = build_entries(target, wanted, sessions, first.input_ids, decoding.sampling)
         run = _Run(target, sessions, max_new_tokens, decoding, seed)
         _warm_up(run, entries, first)
         _decode_all(run, entries, prompt_sets, columns, progress)
+    found_rounds = _tree_rounds(run, entries, bound)
     return EvalReport(
         target=target_facts(target),
         drafters={name: drafter_facts(drafter) for name, drafter in bound.items()},
         settings=settings(entries, prompt_sets, max_new_tokens, seed, decoding),
         versions=versions(),
         results=_results(run, entries, list(prompt_sets)),
-        comparisons=_comparisons(run, list(bound), wanted),
-        tree_rounds=_tree_rounds(run, entries, bound),
-        warnings=_warnings(run, bound),
+        comparisons=_comparisons(run, bound, wanted),
+        tree_rounds=found_rounds,
+        warnings=_warnings(run, bound) + [f"{r.promise}: a fault" for r in found_rounds if r.rounds_below_chain],
     )
 
 
@@ -277,7 +280,7 @@ def _results(run: _Run, entries: Sequence[Entry], set_names: Sequence[str]) -> l
     eps = machine_eps(run.target.dtype)
     results = []
     for entry in entries:
-        case = Case(entry.method.name, entry.drafter_name, entry.replayed, eps, run.seed)
+        case = Case(entry.method.name, entry.drafter_name, entry.replayed, eps)
         samples, timed = run.samples[entry.key], run.timed.get(entry.key, [])
         for name in (*set_names, ALL_SETS):
             batch_s = run.batch_s.get(entry.key) if name == ALL_SETS else None
@@ -285,28 +288,29 @@ def _results(run: _Run, entries: Sequence[Entry], set_names: Sequence[str]) -> l
     return results
 
 
-def _comparisons(run: _Run, names: Sequence[str], methods: Sequence[Method]) -> list[Comparison]:
-    found = []
-    for method in (m for m in methods if m.needs_drafter):
-        for first in range(len(names)):
-            for second in range(first + 1, len(names)):
-                a, b = names[first], names[second]
-                left, right = ([s.counts for s in run.samples[method.name, name]] for name in (a, b))
-                difference = paired_difference(left, right, run.seed)
-                if difference is not None:
-                    found.append(
-                        Comparison(
-                            method=method.name,
-                            a=a,
-                            b=b,
-                            difference=difference.value,
-                            interval=(difference.low, difference.high),
-                            verdict=difference.verdict(a, b),
-                            n_prompts=difference.n_prompts,
-                            prompts_needed=difference.n_needed,
-                        )
-                    )
-    return found
+def _comparisons(run: _Run, drafters: Mapping[str, DraftModel], methods: Sequence[Method]) -> list[Comparison]:
+    pairs = list(itertools.combinations(drafters.items(), 2))
+    found = [_compared(run, method.name, a, b) for method in methods if method.needs_drafter for a, b in pairs]
+    return [comparison for comparison in found if comparison is not None]
+
+
+def _compared(run: _Run, method: str, a: tuple[str, DraftModel], b: tuple[str, DraftModel]) -> Comparison | None:
+    left, right = ([s.counts for s in run.samples[method, name]] for name, _ in (a, b))
+    difference = paired_difference(left, right)
+    if difference is None:
+        return None
+    sizes = a[1].block_size, b[1].block_size
+    return Comparison(
+        method=method,
+        a=a[0],
+        b=b[0],
+        difference=difference.value,
+        interval=(difference.low, difference.high),
+        verdict=difference.verdict(a[0], b[0]),
+        n_prompts=difference.n_prompts,
+        prompts_needed=difference.n_needed,
+        note=None if sizes[0] == sizes[1] else f"block sizes differ: {a[0]} {sizes[0]}, {b[0]} {sizes[1]}",
+    )
 
 
 def _tree_rounds(run: _Run, entries: Sequence[Entry], drafters: Mapping[str, DraftModel]) -> list[TreeRounds]:
@@ -347,7 +351,7 @@ def _batch_differences(run: _Run) -> list[str]:
             if alone.generation.output_ids == together.generation.output_ids:
                 continue
             plain = alone.plain
-            differs = plain is None or plain.top2 is None
+            differs = plain is None or plain.leaders is None
             if not differs:
                 against = compare_outputs(dataclasses.replace(together, plain=plain), eps)
                 differs = against is not None and not against[1]

@@ -12,9 +12,8 @@ import torch
 from draftline.decode.generation import Generation
 from draftline.evaluate.prompts import EvalPrompt
 from draftline.evaluate.report import ALL_SETS, Divergence, Equality, GroupResult, MethodResult, PromptResult
-from draftline.evaluate.stats import PromptCounts, interval, pooled, speedup_interval
+from draftline.evaluate.stats import PromptCounts, first_length, interval, length_range, pooled, speedup_interval
 
-LENGTH_EDGES = (64, 256, 1024, 4096)
 NEAR_TIE = 1e-4
 
 
@@ -41,7 +40,6 @@ class Case:
     drafter: str | None
     replayed: bool
     near_tie_eps: float
-    seed: int
 
 
 def summarise(
@@ -70,7 +68,7 @@ def summarise(
         n_prompts=len(chosen),
         output_tokens=sum(len(g.output_ids) for g in runs),
         acceptance_length=pooled(counts),
-        interval=interval(counts, case.seed),
+        interval=interval(counts),
         acceptance_length_unclipped=pooled([_unclipped(g) for g in runs]),
         target_forwards=forwards,
         replay_forwards=sum(g.replay_forwards for g in runs),
@@ -84,19 +82,22 @@ def summarise(
         decode_s=sum(s.generation.decode_s for s in timed),
         tokens_per_s=None if case.replayed else _rate(*_tokens_and_s([s.generation for s in timed])),
         speedup=None if case.replayed else _speedup(timed),
-        speedup_interval=None if case.replayed else _speedup_interval(timed, case.seed),
+        speedup_interval=None if case.replayed else _speedup_interval(timed),
         batch_tokens_per_s=_rate(sum(len(g.output_ids) for g in runs), batch_s) if batch_s else None,
         equality=None if case.replayed else _equality(chosen, case.near_tie_eps),
-        groups=_groups(chosen, case.seed),
+        groups=_groups(chosen),
         prompts=[_prompt_result(s) for s in chosen],
     )
 
 
 def compare_outputs(sample: Sample, eps: float) -> tuple[Divergence, bool] | None:
-    """First difference from the plain output and whether it is a near-tie; None where both are equal."""
+    """First difference from the plain output and whether it is a near-tie; None where both are equal.
+
+    A near-tie is a token whose own logit, in plain decoding, is within the tolerance of the best one there.
+    """
     plain, output = sample.plain, sample.generation.output_ids
     assert plain is not None
-    assert plain.top2 is not None
+    assert plain.leaders is not None
     if output == plain.output_ids:
         return None
     position = next(
@@ -105,7 +106,8 @@ def compare_outputs(sample: Sample, eps: float) -> tuple[Divergence, bool] | Non
     )
     # Where one text merely ends earlier, no tie excuses it.
     within = position < min(len(output), len(plain.output_ids))
-    best, gap = plain.top2[position] if within else (0.0, float("inf"))
+    leaders = plain.leaders[position if within else position - 1]
+    best, gap = leaders.logits[0], leaders.gap(output[position]) if within else None
     tolerance = max(NEAR_TIE, 2 * eps * abs(best)) if eps > 1e-6 else NEAR_TIE
     divergence = Divergence(
         prompt_id=sample.prompt.prompt_id,
@@ -115,7 +117,7 @@ def compare_outputs(sample: Sample, eps: float) -> tuple[Divergence, bool] | Non
         gap=gap,
         tolerance=tolerance,
     )
-    return divergence, gap <= tolerance
+    return divergence, gap is not None and gap <= tolerance
 
 
 def machine_eps(dtype: torch.dtype) -> float:
@@ -124,7 +126,7 @@ def machine_eps(dtype: torch.dtype) -> float:
 
 
 def _equality(samples: Sequence[Sample], eps: float) -> Equality | None:
-    if any(s.plain is None or s.plain.top2 is None for s in samples):
+    if any(s.plain is None or s.plain.leaders is None for s in samples):
         return None
     found = [compare_outputs(s, eps) for s in samples]
     return Equality(
@@ -159,16 +161,16 @@ def _speedup(samples: Sequence[Sample]) -> float | None:
     return own / plain if own is not None and plain is not None and len(plains) == len(samples) else None
 
 
-def _speedup_interval(samples: Sequence[Sample], seed: int) -> tuple[float, float] | None:
+def _speedup_interval(samples: Sequence[Sample]) -> tuple[float, float] | None:
     pairs = [(s.generation, s.plain) for s in samples if s.plain is not None]
-    return speedup_interval([_tokens_and_s([a]) for a, _ in pairs], [_tokens_and_s([b]) for _, b in pairs], seed)
+    return speedup_interval([_tokens_and_s([a]) for a, _ in pairs], [_tokens_and_s([b]) for _, b in pairs])
 
 
-def _groups(samples: Sequence[Sample], seed: int) -> list[GroupResult]:
+def _groups(samples: Sequence[Sample]) -> list[GroupResult]:
     kinds: tuple[tuple[Literal["category", "language", "prompt length"], list[str | None]], ...] = (
         ("category", [s.prompt.category for s in samples]),
         ("language", [s.prompt.language for s in samples]),
-        ("prompt length", [_length_range(len(s.prompt.input_ids)) for s in samples]),
+        ("prompt length", [length_range(len(s.prompt.input_ids)) for s in samples]),
     )
     groups = []
     for kind, names in kinds:
@@ -176,7 +178,7 @@ def _groups(samples: Sequence[Sample], seed: int) -> list[GroupResult]:
         for name, sample in zip(names, samples, strict=True):
             if name is not None:
                 members[name].append(sample.counts)
-        for name in sorted(members, key=lambda n: (len(n), n) if kind == "prompt length" else (0, n)):
+        for name in sorted(members, key=lambda n: (first_length(n), n) if kind == "prompt length" else (0, n)):
             counts = members[name]
             groups.append(
                 GroupResult(
@@ -184,17 +186,10 @@ def _groups(samples: Sequence[Sample], seed: int) -> list[GroupResult]:
                     name=name,
                     n_prompts=len(counts),
                     acceptance_length=pooled(counts),
-                    interval=interval(counts, seed),
+                    interval=interval(counts),
                 )
             )
     return groups
-
-
-def _length_range(n_tokens: int) -> str:
-    for low, high in zip((0, *LENGTH_EDGES), LENGTH_EDGES, strict=False):
-        if n_tokens < high:
-            return f"{low}-{high - 1}"
-    return f"{LENGTH_EDGES[-1]}+"
 
 
 def _prompt_result(sample: Sample) -> PromptResult:

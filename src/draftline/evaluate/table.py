@@ -21,6 +21,8 @@ def print_report(report: EvalReport, console: Console | None = None) -> None:
         console.print(line, style="dim", highlight=False)
     if report.tree_rounds:
         console.print(_tree_table(report))
+        for found in report.tree_rounds:
+            console.print(found.promise, style="dim", highlight=False)
     groups = _group_table([r for r in report.results if r.prompt_set == ALL_SETS])
     if groups is not None:
         console.print(groups)
@@ -36,9 +38,11 @@ def comparison_line(c: Comparison) -> str:
         f"{c.method}: {c.b} against {c.a}: {c.difference:+.3f} [{c.interval[0]:+.3f}, {c.interval[1]:+.3f}] "
         f"over {c.n_prompts} prompts: {c.verdict}"
     )
-    if c.verdict == "undecided" and c.prompts_needed is not None:
+    if c.n_prompts < c.least_prompts:
+        text += f"; nothing is called better on fewer than {c.least_prompts} prompts"
+    elif c.verdict == "undecided" and c.prompts_needed is not None:
         text += f"; about {c.prompts_needed} prompts would decide a difference of this size"
-    return text
+    return text if c.note is None else f"{text} ({c.note})"
 
 
 def _notes(report: EvalReport) -> list[str]:
@@ -61,7 +65,7 @@ def _tree_table(report: EvalReport) -> Table:
     table = _empty_table("trees on the chain's own rounds")
     for column in ("drafter", "method"):
         table.add_column(column, no_wrap=True)
-    for column in ("rounds", "chain tau", "tree tau", "gain", "holds the chain", "accepts less then"):
+    for column in ("rounds", "chain tau", "tree tau", "gain", "holds the chain", "no less then"):
         table.add_column(column, justify="right")
     for found in report.tree_rounds:
         chain, tree = found.chain_tokens / found.rounds, found.tree_tokens / found.rounds
@@ -73,7 +77,7 @@ def _tree_table(report: EvalReport) -> Table:
             f"{tree:.2f}",
             f"{tree / chain - 1:+.1%}",
             str(found.rounds_with_chain),
-            str(found.rounds_below_chain),
+            str(found.rounds_not_below_chain),
         )
     return table
 

@@ -17,7 +17,7 @@ from draftline.monitor.watch import RunStatus, read_status
 from draftline.report.curves import Metrics, read_metrics
 from draftline.report.timeline import Timeline, read_timeline
 
-EVALUATION_VERSION = 2
+EVALUATION_VERSION = 3
 _MOST_JSON_BYTES = 64 << 20
 _RESULT_KEYS = ("prompt_set", "method", "drafter", "n_prompts", "acceptance_length", "interval")
 

@@ -15,8 +15,10 @@ from rich.console import Console
 from decoding_kit import random_prompt, tiny_spec, tiny_target
 from draftline.config.schema import TargetConfig
 from draftline.decode.sampling import Sampling
+from draftline.decode.tree import DraftTree
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
+from draftline.evaluate import rounds
 from draftline.evaluate.entries import Decoding, decoding_of
 from draftline.evaluate.plots import write_plots
 from draftline.evaluate.prompts import EvalPrompt
@@ -119,8 +121,34 @@ def test_a_tree_that_holds_the_chain_accepts_no_less_on_the_chains_own_rounds(al
         # The replayed chain is the decoded one, round for round.
         assert (large.rounds, large.chain_tokens) == (chain.target_forwards, sum(p.tokens for p in chain.prompts))
         assert small.rounds_with_chain <= large.rounds_with_chain
+        for one in (small, large):
+            assert one.rounds_not_below_chain == one.rounds_with_chain > 0
         assert large.tree_tokens >= small.tree_tokens
     assert found["a", "tree@12"].tree_tokens > found["a", "tree@12"].chain_tokens
+
+
+def test_the_report_states_for_each_tree_in_how_many_rounds_it_kept_what_it_promises(alone: EvalReport) -> None:
+    content = alone.model_dump(mode="json")
+    console = Console(record=True, width=160)
+    print_report(alone, console)
+    text = console.export_text()
+    assert len(content["tree_rounds"]) == 4
+    for found in content["tree_rounds"]:
+        held = found["rounds_with_chain"]
+        assert found["rounds_not_below_chain"] == held
+        line = f"{found['drafter']} {found['method']}: accepted no less than the chain in {held} of the {held} rounds"
+        assert line in text
+
+
+def test_a_tree_that_breaks_its_promise_is_counted_and_warned_about(
+    run: Callable[..., EvalReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk that stops at the root, in trees that hold the chain: what a fault of the code would look like."""
+    monkeypatch.setattr(rounds, "holds", lambda tree, chain: True)
+    monkeypatch.setattr(DraftTree, "walk_text", lambda tree, text: 0)
+    found = run(methods=["plain", "chain", "tree@12"])
+    assert found.rounds_below_chain > 0
+    assert [w for w in found.warnings if w.startswith("a tree@12: accepted no less than the chain in")]
 
 
 def test_batches_of_recurrent_targets_are_refused_before_anything_is_decoded(

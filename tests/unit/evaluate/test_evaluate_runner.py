@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from decoding_kit import NoisyDrafter, OracleDrafter, greedy_text, random_prompt, tiny_spec, tiny_target
 from draftline.config.schema import TargetConfig
+from draftline.decode import tree_generate
 from draftline.decode.sampling import Sampling
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
@@ -43,11 +45,18 @@ class Oracles:
         return oracle.block_logits(context)
 
 
+class Forking(Oracles):
+    """For batches: one for each prompt."""
+
+    def fork(self) -> Forking:
+        return self
+
+
 @pytest.fixture(scope="module")
 def parts() -> tuple[Any, list[EvalPrompt], list[list[int]]]:
     target = tiny_target(1)
     prompts = [
-        EvalPrompt(f"p{i}", tuple(random_prompt(i, 4 + i)), category="even" if i % 2 == 0 else "odd") for i in range(4)
+        EvalPrompt(f"p{i}", tuple(random_prompt(i, 4 + i)), category="even" if i % 2 == 0 else "odd") for i in range(6)
     ]
     return target, prompts, [greedy_text(target, p.input_ids, LIMIT + 6) for p in prompts]
 
@@ -109,10 +118,10 @@ def test_every_output_equals_the_plain_one_and_forwards_are_counted(report: Eval
 def test_results_come_by_prompt_set_and_category(report: EvalReport) -> None:
     """E37, A26: one mean hides what differs between groups."""
     assert report.find("chain", "right", "first").n_prompts == 2
-    assert report.find("chain", "right").n_prompts == 4
+    assert report.find("chain", "right").n_prompts == 6
     groups = {(g.kind, g.name): g for g in report.find("chain", "half").groups}
-    assert groups["category", "even"].n_prompts == groups["category", "odd"].n_prompts == 2
-    assert groups["prompt length", "0-63"].n_prompts == 4
+    assert groups["category", "even"].n_prompts == groups["category", "odd"].n_prompts == 3
+    assert groups["prompt length", "0-63"].n_prompts == 6
 
 
 def test_drafters_are_compared_pairwise_on_the_same_prompts(report: EvalReport) -> None:
@@ -122,6 +131,24 @@ def test_drafters_are_compared_pairwise_on_the_same_prompts(report: EvalReport) 
     assert against_wrong.difference == -4.0
     assert against_wrong.interval == (-4.0, -4.0)
     assert against_wrong.verdict == "right is better"
+    assert (against_wrong.n_prompts, against_wrong.least_prompts, against_wrong.note) == (6, 6, None)
+
+
+def test_drafters_of_different_block_sizes_are_compared_with_a_note_and_few_prompts_decide_nothing(
+    parts: tuple[Any, list[EvalPrompt], list[list[int]]],
+) -> None:
+    target, prompts, texts = parts
+    drafters = {"short": OracleDrafter(texts[0], 13, 3, lambda *_: True), "long": Oracles(texts, 4)}
+    suite = {"s": [prompts[0]] * 5}
+    found = evaluate(target, drafters, suite, methods=["chain"], max_new_tokens=LIMIT)
+    (comparison,) = found.comparisons
+    assert comparison.difference > 0
+    assert comparison.verdict == "undecided"
+    assert comparison.note == "block sizes differ: short 3, long 5"
+    console = Console(record=True, width=200)
+    print_report(found, console)
+    text = " ".join(console.export_text().split())
+    assert "undecided; nothing is called better on fewer than 6 prompts (block sizes differ: short 3, long 5)" in text
 
 
 def test_the_report_survives_json_and_prints_its_definition(report: EvalReport, tmp_path: Path) -> None:
@@ -196,7 +223,10 @@ def test_a_recurrent_target_gets_its_tree_counted_along_its_own_text(make_tiny_t
         (["chian"], "'chian' is not a method"),
         (["tree@"], "'tree@' is not a method"),
         (["tree@0"], "budget of 0"),  # E30
+        (["tree@²"], "'tree@²' is not a method"),
+        (["tree@" + "9" * 5000], "is not a method"),
         (["chain", "chain"], "named twice"),
+        (["tree@16", "tree@016"], "tree@16 is named twice"),
     ],
 )
 def test_bad_methods_are_named(
@@ -229,6 +259,22 @@ def test_a_tree_above_the_memory_is_refused_with_the_largest_that_fits(
     target, prompts, texts = parts
     with pytest.raises(UserError, match=r"a tree of 30000000 drafts needs .* a budget up to \d+ fits"):
         evaluate(target, {"o": Oracles(texts, 4)}, {"s": prompts}, methods=["tree@30000000"], max_new_tokens=4)
+
+
+def test_a_batch_larger_than_the_suite_takes_the_memory_of_the_suite(
+    parts: tuple[Any, list[EvalPrompt], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts under a batch of 64 need what two rows need."""
+    target, prompts, texts = parts
+    memory = SimpleNamespace(available=1_000_000)
+    monkeypatch.setattr(tree_generate.psutil, "virtual_memory", lambda: memory)
+    asked: dict[str, Any] = {"methods": ["chain", "tree@100"], "max_new_tokens": 4}
+    for batch in (2, 64):
+        found = evaluate(target, {"o": Forking(texts, 4)}, {"s": prompts[:2]}, decoding=Decoding(batch=batch), **asked)
+        assert found.find("tree@100", "o").n_prompts == 2
+    memory.available = 150_000
+    with pytest.raises(UserError, match="a tree of 100 drafts needs"):
+        evaluate(target, {"o": Forking(texts, 4)}, {"s": prompts[:2]}, decoding=Decoding(batch=64), **asked)
 
 
 def test_bad_suites_are_refused_before_anything_is_decoded(
