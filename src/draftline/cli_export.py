@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from draftline.errors import UserError
+
 
 def export(
     source: Annotated[
@@ -34,6 +36,20 @@ def export(
     """Write a drafter in a format that servers load, or check one."""
     from draftline.pipeline.exporting import check_command, export_command
 
+    idle = {
+        "RUN": source is not None,
+        "--output": output is not None,
+        "--dtype": dtype != "bfloat16",
+        "--report": bool(report),
+        "--checkpoint": checkpoint != "newest",
+        "--draft-vocab-size": draft_vocab_size is not None,
+        "--vocab-data": vocab_data is not None,
+    }
+    if check is not None:
+        _refuse(idle, "means nothing with --check, which exports nothing")
+    else:
+        _refuse({"--server": bool(server)}, "is for --check")
+        _refuse({"--vocab-data": draft_vocab_size is None and vocab_data is not None}, "is for --draft-vocab-size")
     if check is not None:
         lines, good = check_command(check, form=form, servers=server or [], target=target)
         typer.echo("\n".join(lines))
@@ -49,6 +65,12 @@ def export(
         vocabulary=None if draft_vocab_size is None else (draft_vocab_size, vocab_data),
     )
     typer.echo("\n".join(lines))
+
+
+def _refuse(given: dict[str, bool], what: str) -> None:
+    """Refuses an option that would change nothing: whoever gives it expects otherwise."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise UserError(what, where=name, mend="leave it out")
 
 
 def import_(

@@ -70,6 +70,19 @@ def test_a_dflash_export_goes_on_as_dflash2_is_resumed_exported_and_decodes_with
     assert tree_generate(target, bound, prompt, budget=FixedBudget(9), **options).output_ids == plain
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_selector_that_is_not_trained_is_not_decayed_either(make_run, tiny_target_dir, kind):
+    decay = (f"optimizer.kind={kind}", "optimizer.weight_decay=0.5", "drafter.kind=dflash2", SIZES, "max_rows=3")
+    names = [f"candidate_selector.{name}" for name in ("predecessor_codebook", "hidden_projection.weight")]
+    for weight, stays in ((0, True), (1, False)):
+        plan = make_run_plan(make_run(*decay, f"objective.selector.weight={weight}", name=f"weight-{weight}"))
+        before = initial_weights(plan.config, plan.spec, load_target(TargetConfig(model=str(tiny_target_dir)), "cpu"))
+        train(plan)
+        after = read_checkpoint(latest_checkpoint(plan.config.output)[0]).weights
+        assert [torch.equal(before[name], after[name]) for name in names] == [stays, stays]
+        assert before[names[0]].any() and not torch.equal(before["fc.weight"], after["fc.weight"])
+
+
 def test_a_dflash2_drafter_is_not_taken_for_a_dflash_one(make_run, first):
     config = make_run("drafter.kind=dflash2", SIZES, "max_rows=3", name="second")
     export = train(make_run_plan(config)).export

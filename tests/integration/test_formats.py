@@ -145,6 +145,11 @@ def test_a_speculators_folder_of_others_taps_layers_that_the_target_must_have(
         (["export", "RUN", "-o", "x", "--format", "gguf"], "'gguf' is no format"),
         (["export", "--check", "RUN", "--server", "ollama"], "'ollama' is no server"),
         (["export", "RUN", "-o", "x", "--report", "RUN/config.yaml"], "cannot be read"),
+        (["export", "RUN", "-o", "x", "--server", "vllm"], "--server: is for --check"),
+        (["export", "RUN", "-o", "x", "--vocab-data", "y"], "--vocab-data: is for --draft-vocab-size"),
+        (["export", "--check", "RUN", "--vocab-data", "y"], "--vocab-data: means nothing with --check"),
+        (["export", "--check", "RUN", "--dtype", "fp8"], "--dtype: means nothing with --check"),
+        (["export", "RUN", "--check", "RUN"], "RUN: means nothing with --check"),
     ],
 )
 def test_mistakes_are_one_line(run: Path, arguments: list[str], message: str) -> None:

@@ -21,7 +21,9 @@ class Dflash2Config(Section):
 class SelectorObjective(Section):
     """Loss of the candidate selector: cross-entropy of the data's token among a slot's candidates, teacher-forced."""
 
-    weight: float = Field(default=1.0, ge=0, description="Factor on it beside the other terms; 0: not trained.")
+    weight: float = Field(
+        default=1.0, ge=0, description="Factor on it beside the other terms; 0: not trained, nor decayed."
+    )
     missing: Literal["skip", "inject"] = Field(
         default="skip", description="Where the token is no candidate: no loss, or it takes the weakest one's place."
     )

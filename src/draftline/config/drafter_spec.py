@@ -6,6 +6,7 @@ It is written into every checkpoint and export; a drafter built from it alone gi
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,6 +18,21 @@ InBlockAttention = Literal["zlab", "causal", "bidirectional"]
 # What the window is measured from: the query's own position ("query", as z-lab serves) or the anchor ("anchor",
 # as speculators trains).
 WindowOrigin = Literal["query", "anchor"]
+_ROPE_NUMBERS = frozenset(
+    {
+        "rope_theta",
+        "factor",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "low_freq_factor",
+        "high_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+    }
+)
 
 
 class Dflash2Spec(BaseModel):
@@ -91,9 +107,17 @@ class DrafterSpec(BaseModel):
             )
         if len(set(self.taps)) != len(self.taps) or list(self.taps) != sorted(self.taps):
             raise ValueError(f"taps {list(self.taps)} must rise and not repeat")
+        self._check_rope()
         self._check_dflash2()
         self._check_vocabulary()
         return self
+
+    def _check_rope(self) -> None:
+        for key in _ROPE_NUMBERS & self.rope_parameters.keys():
+            value = self.rope_parameters[key]
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+            if value is not None and not number:
+                raise ValueError(f"rope_parameters.{key} is {value!r}, not a number")
 
     def _check_dflash2(self) -> None:
         if self.dflash2 is None:

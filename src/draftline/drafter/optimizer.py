@@ -9,7 +9,7 @@ off there, waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ class MasterOptimizer:
     Args:
         module: the drafter; parameters in its compute dtype (fp32 parameters are their own masters).
         config: optimizer section.
+        without_loss: names of parameters that no loss reaches. They stay as they are: decay alone would shrink them.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, module: nn.Module, config: OptimizerConfig, *, without_loss: Collection[str] = ()) -> None:
         self.names = [name for name, _ in module.named_parameters()]
         self._compute = list(module.parameters())
         self.device = self._compute[0].device
@@ -39,10 +40,12 @@ class MasterOptimizer:
         self._denominator = torch.zeros((), dtype=torch.float64, device=self.device)
         for master in self.masters:
             master.requires_grad_(True)
-        matrices = [m for m in self.masters if m.ndim == 2]
-        self.muon = _make_muon(matrices, config) if config.kind == "muon" else None
-        decay = matrices if self.muon is None else []
-        plain = [m for m in self.masters if m.ndim != 2]  # norm weights and base kernels are not decayed
+        named = [(name, m) for name, m in zip(self.names, self.masters, strict=True) if m.ndim == 2]
+        matrices = [m for name, m in named if name not in without_loss]
+        still = [m for name, m in named if name in without_loss]
+        self.muon = _make_muon(matrices, still, config) if config.kind == "muon" else None
+        decay, undecayed = (matrices, still) if self.muon is None else ([], [])
+        plain = [*undecayed, *(m for m in self.masters if m.ndim != 2)]  # nor are norm weights and base kernels
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -170,9 +173,10 @@ class MasterOptimizer:
             value.zero_()
 
 
-def _make_muon(matrices: list[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _make_muon(matrices: list[Tensor], undecayed: list[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    groups = [{"params": matrices}, {"params": undecayed, "weight_decay": 0.0}]
     return torch.optim.Muon(
-        matrices,
+        [g for g in groups if g["params"]],
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,

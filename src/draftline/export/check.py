@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.export.common import CARD, ExportFormat, read_provenance
-from draftline.export.files import read_json, weight_files
+from draftline.export.files import read_headers, read_json
 from draftline.export.formats import detect_format, load_drafter_export, read_drafter_spec
 from draftline.export.traps import SERVERS, Server, Subject, TrapFinding, find_traps
 from draftline.target.facts import TargetFacts
@@ -67,7 +64,7 @@ def check_export(
     found = detect_format(path)
     if form is not None and form != found:
         raise UserError(f"is in {found} format, not {form}", where=str(path), mend=f"export it with --format {form}")
-    shapes, dtypes = _headers(path)
+    shapes, dtypes = read_headers(path)
     if target is not None:
         num_target_layers = target.num_layers
     spec, provenance = read_drafter_spec(path, num_target_layers=num_target_layers), read_provenance(path)
@@ -92,26 +89,3 @@ def check_export(
     except UserError as error:
         findings.insert(0, TrapFinding("refuse", "any", error.what, error.mend or "give its own target"))
     return CheckReport(path, found, asked, tuple(findings))
-
-
-def _headers(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, str] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - not a dict
-                    part = handle.get_slice(name)
-                    shapes[name], dtypes[name] = tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), "?")
-        except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
-    return shapes, dtypes
-
-
-_DTYPES = {
-    "BF16": str(torch.bfloat16).removeprefix("torch."),
-    "F32": "float32",
-    "F16": "float16",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-}

@@ -6,7 +6,8 @@ README.md (the model card). draftline.json is for us alone: servers never read i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from draftline import __version__
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
+from draftline.export.card_facts import checked_facts
 from draftline.export.files import WEIGHTS, read_json, whole_folder, write_json
 from draftline.export.quantize import quantization_config, quantize_weights, unquantized
 
@@ -26,6 +28,7 @@ README = "README.md"
 SCHEMA_VERSION = 1
 _MOST_TOLD = 64
 ExportDtype = Literal["bfloat16", "float32", "fp8"]
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 ExportFormat = Literal["zlab", "speculators"]
 ReadSpec = Callable[[Mapping[str, Any], str], DrafterSpec]
@@ -72,7 +75,7 @@ def write_export(
         write_json(folder / "config.json", dict(config))
         write_json(folder / CARD, card)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_bytes(text.encode("utf-8", "replace"))  # a foreign name may hold half a character
     return Path(path)
 
 
@@ -83,11 +86,11 @@ def require_dtype(dtype: str) -> None:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """What the card of an export tells about its origin; empty if there is no card."""
+    """What the card of an export tells about its origin; empty if there is no card. Errors as for `checked_facts`."""
     if not (path / CARD).is_file():
         return {}
     provenance = read_json(path / CARD).get("provenance")
-    return provenance if isinstance(provenance, dict) else {}
+    return checked_facts(provenance, str(path / CARD)) if isinstance(provenance, dict) else {}
 
 
 def read_recorded_spec(path: Path) -> DrafterSpec | None:
@@ -163,7 +166,7 @@ def build_drafter(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> Drafter:
-    """The drafter of a spec with these weights, every one checked. `dtype` None keeps that of the weights.
+    """The drafter of a spec with these weights, every one checked. `dtype` None: the widest of the weights', exact.
 
     Raises:
         UserError: missing, unexpected, misshapen or non-finite weights, or a spec that cannot be built.
@@ -179,9 +182,14 @@ def build_drafter(
     weights = unquantized(_bare_codebooks(weights), read_json(path / "config.json"), str(path / WEIGHTS))
     _check_weights(weights, expected, str(path / WEIGHTS))
     drafter = Drafter(spec)
-    stored = next(iter(weights.values())).dtype
+    stored = widest([tensor.dtype for tensor in weights.values()])
     drafter.to(stored).load_state_dict(weights)
     return drafter.to(device=device, dtype=dtype or stored).eval()
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds numbers of all these exactly."""
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _bare_codebooks(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -199,6 +207,13 @@ def _check_weights(weights: Mapping[str, torch.Tensor], expected: Mapping[str, t
             mend="give the weights that belong to this config.json",
         )
     for name, shape in expected.items():
+        if weights[name].dtype not in _FLOATS:
+            kind = str(weights[name].dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} is {kind}, which is no dtype of a drafter's weights",
+                where=where,
+                mend="give them in bfloat16, float16 or float32",
+            )
         if weights[name].shape != shape:
             raise UserError(
                 f"{name} has shape {tuple(weights[name].shape)}, config.json makes it {tuple(shape)}",

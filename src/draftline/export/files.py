@@ -20,6 +20,7 @@ from draftline.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn"}
 _NEW, _OLD = ".tmp", ".old"  # suffixes of folders on their way
 _MOST_NAME = 255  # of a file's name, anywhere
 
@@ -130,14 +131,47 @@ def read_weights(folder: Path, names: Collection[str] | None = None) -> dict[str
         UserError: no weights, a broken file, or a tensor in two files.
     """
     weights: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                found = [key for key in handle.keys() if names is None or key in names]  # noqa: SIM118 - not a dict
-                weights.update({key: handle.get_tensor(key) for key in found})
-        except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
+    for file, handle, keys in _opened(folder):
+        with _broken(file):
+            weights |= {key: handle.get_tensor(key) for key in keys if names is None or key in names}
     return weights
+
+
+def read_headers(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """(shapes, dtypes) of a folder's tensors by name, without their numbers. Errors as for `read_weights`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for file, handle, keys in _opened(folder):
+        with _broken(file):
+            for name in keys:
+                part = handle.get_slice(name)
+                kind = part.get_dtype()
+                shapes[name], dtypes[name] = tuple(part.get_shape()), _DTYPES.get(kind, str(kind))
+    return shapes, dtypes
+
+
+def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
+    """The files of a folder one after the other, each with the names in it."""
+    where: dict[str, str] = {}
+    for file in weight_files(folder):
+        with _broken(file):
+            handle = safe_open(file, framework="pt")
+            keys = list(handle.keys())
+        twice = next((key for key in keys if key in where), None)
+        if twice is not None:
+            raise UserError(
+                f"{twice} is in {where[twice]} and in {file.name}", where=str(folder), mend="keep the right one of them"
+            )
+        where |= dict.fromkeys(keys, file.name)
+        yield file, handle, keys
+
+
+@contextmanager
+def _broken(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"broken file ({error})", where=str(file), mend="download or export it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -10,8 +10,11 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.export.common import read_provenance, slides
+from draftline.export.files import read_headers
 from draftline.export.formats import detect_format, load_drafter_export
+from draftline.export.quantized_traps import FP8
 from draftline.export.serving import drafter_section
+from draftline.export.vocabulary import NOT_THE_DRAFTERS
 from draftline.export.zlab import export_zlab
 from draftline.export.zlab_config import refuse_unservable
 from draftline.target.facts import TargetFacts
@@ -64,6 +67,9 @@ def import_checkpoint(
     refuse_unservable(spec)
     drafter.spec = spec
     stored = str(drafter.fc.weight.dtype).removeprefix("torch.")
+    kinds = sorted({kind for name, kind in read_headers(source)[1].items() if name not in NOT_THE_DRAFTERS})
+    if len(kinds) > 1 and FP8 not in kinds:
+        mended.append(f"weights of {' and '.join(kinds)} are all kept as float32, which changes none of them")
     export_zlab(
         drafter,
         output,

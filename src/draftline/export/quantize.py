@@ -18,16 +18,17 @@ from draftline.errors import UserError
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
-_ROUNDED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ROUNDED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _SCALE = "_scale"
+_SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALLEST = 1e-30  # of a row that is all zero
 
 
 def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """bf16 weights with those of `_ROUNDED` as fp8, each beside `NAME_scale` [rows, 1]: w = fp8 * scale."""
+    """bf16 weights with those of `ROUNDED` as fp8, each beside `NAME_scale` [rows, 1]: w = fp8 * scale."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if not name.endswith(tuple(f"{part}.weight" for part in _ROUNDED)):
+        if not name.endswith(tuple(f"{part}.weight" for part in ROUNDED)):
             found[name] = tensor
             continue
         wide = tensor.float()
@@ -81,8 +82,11 @@ def unquantized(weights: Mapping[str, Tensor], config: Mapping[str, Any], where:
     for name, tensor in weights.items():
         scale = weights.get(name + _SCALE)
         if tensor.dtype == _FP8:
-            if scale is None or scale.shape not in ((tensor.shape[0], 1), (tensor.shape[0],), (1,)):
+            if tensor.ndim != 2 or scale is None or scale.shape not in ((tensor.shape[0], 1), (tensor.shape[0],), (1,)):
                 raise UserError(f"{name} has no scale for its rows", where=where, mend="export it again")
+            if scale.dtype not in _SCALES:
+                kind = str(scale.dtype).removeprefix("torch.")
+                raise UserError(f"the scale of {name} is {kind}", where=where, mend="export it again")
             tensor = (tensor.float() * scale.float().reshape(-1, 1)).to(torch.bfloat16)
         if not name.endswith(".weight" + _SCALE):
             found[name] = tensor

@@ -23,10 +23,10 @@ def serve_commands(spec: DrafterSpec, form: ExportFormat, folder: str, target: s
         folder: of the export, as the server will see it.
         target: hub id or folder of the target.
     """
-    if form == "speculators":
-        return {"vLLM": f"vllm serve {folder} {_VLLM_NO_PREFIX_CACHE}"}
     mixed = slides(spec) and "full_attention" in spec.layer_types
     runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else ""
+    if form == "speculators":
+        return {"vLLM": f"{runner}vllm serve {folder} {_VLLM_NO_PREFIX_CACHE}"}
     speculation = f'{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {spec.block_size - 1}}}'
     return {
         "vLLM": f"{runner}vllm serve {target} --speculative-config '{speculation}' {_VLLM_NO_PREFIX_CACHE}",

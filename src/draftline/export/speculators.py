@@ -27,12 +27,8 @@ from draftline.export.common import (
 from draftline.export.files import WEIGHTS, read_json, read_weights
 from draftline.export.model_card import model_card
 from draftline.export.speculators_config import Verifier, is_pruned, spec_from_speculators, speculators_config
-from draftline.export.vocabulary import TO_DRAFT, TO_TARGET, read_vocabulary, vocabulary_tensors
+from draftline.export.vocabulary import NOT_THE_DRAFTERS, TO_DRAFT, TO_TARGET, read_vocabulary, vocabulary_tensors
 
-# The target's, or the map of a pruned vocabulary, which the spec tells.
-_NOT_THE_DRAFTERS = frozenset(
-    {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"}
-)
 # Fields that the format has no place for; a card of ours tells them.
 _UNSAID = (
     "num_target_layers",
@@ -101,7 +97,7 @@ def load_speculators(
     """
     path = Path(path).expanduser()
     spec = read_speculators_spec(path, num_target_layers)
-    weights = {name: value for name, value in read_weights(path).items() if name not in _NOT_THE_DRAFTERS}
+    weights = {name: value for name, value in read_weights(path).items() if name not in NOT_THE_DRAFTERS}
     return build_drafter(path, spec, weights, device, dtype)
 
 

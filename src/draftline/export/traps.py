@@ -15,13 +15,13 @@ from draftline.config.drafter_spec import DrafterSpec
 from draftline.errors import UserError
 from draftline.export.common import ExportFormat, causal_layers, slides
 from draftline.export.model_card import PREFIX_CACHE_WARNING
+from draftline.export.quantized_traps import FP8, raw_readers, rounded_otherwise
 from draftline.export.speculators_config import non_causal, refuse_unservable_by_vllm
-from draftline.export.vocabulary import HEAD
+from draftline.export.vocabulary import HEAD, NOT_THE_DRAFTERS
 from draftline.export.zlab_config import refuse_unservable
 
 Server = Literal["dflash", "vllm", "sglang"]
 SERVERS: tuple[Server, ...] = ("dflash", "vllm", "sglang")
-FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ class Subject:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     provenance: Mapping[str, Any]
+
+    @property
+    def drafters_own(self) -> frozenset[str]:
+        """Names of its tensors without those that are the target's, or a map."""
+        return frozenset(self.dtypes) - NOT_THE_DRAFTERS
 
     @property
     def transformer(self) -> Mapping[str, Any]:
@@ -179,8 +184,9 @@ def proposals(subject: Subject) -> Iterator[TrapFinding]:
     if tokens != wanted:
         what = f"speculative_tokens is {tokens}, a block of {wanted + 1} drafts {wanted}"
         yield TrapFinding("refuse", "vllm", what, _EXPORT_AGAIN)
-    if not _mapping(inner, "verifier").get("name_or_path"):
-        what = "speculators_config.verifier.name_or_path is missing"
+    name = _mapping(inner, "verifier").get("name_or_path")
+    if not isinstance(name, str) or not name:
+        what = f"speculators_config.verifier.name_or_path is {'missing' if name is None else f'{name!r}, no name'}"
         yield TrapFinding("refuse", "vllm", what, "export with --target")
 
 
@@ -218,6 +224,7 @@ def precision(subject: Subject) -> Iterator[TrapFinding]:
     if subject.config.get("quantization_config") is not None:
         yield from _quantised(subject)
         return
+    yield from _other_dtypes(subject)
     named = str(subject.config.get("dtype") or subject.config.get("torch_dtype") or "").removeprefix("torch.")
     found = sorted({dtype for name, dtype in subject.dtypes.items() if name.endswith("_proj.weight")})
     if len(found) > 1:
@@ -228,11 +235,24 @@ def precision(subject: Subject) -> Iterator[TrapFinding]:
         yield TrapFinding("note", "any", f"weights are {found[0]}; servers compute in bfloat16", "export with --dtype")
 
 
+def _other_dtypes(subject: Subject) -> Iterator[TrapFinding]:
+    """Norms and the like in another dtype than the projections: servers read all in one."""
+    main = {dtype for name, dtype in subject.dtypes.items() if name.endswith("_proj.weight")}
+    others = [n for n, d in subject.dtypes.items() if d == "float32" and n in subject.drafters_own]
+    if len(main) == 1 and "float32" not in main and others:
+        what = f"{others[0]} is float32 beside {main.pop()}: servers round it to the dtype of config.json"
+        yield TrapFinding("note", "any", what, "export it in one dtype, and measure that")
+
+
 def _quantised(subject: Subject) -> Iterator[TrapFinding]:
-    fused = [n for n, d in subject.dtypes.items() if d == FP8 and n.endswith(("q_proj.weight", "k_proj.weight"))]
-    if fused:
-        what = f"{fused[0]} is {FP8}: servers join the raw key and value weights of all layers"
-        yield TrapFinding("refuse", "vllm", what, "leave q_proj, k_proj and v_proj in bf16")
+    raw = raw_readers(subject.dtypes)
+    if raw:
+        what = f"{raw[0]} is {FP8}: servers join the raw key and value weights of all layers"
+        if not raw[0].endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            what = f"{raw[0]} is {FP8}: servers read it as it is, without its scale"
+        yield TrapFinding("refuse", "vllm", what, "leave all but o_proj and the MLP in bf16")
+    for what, mend in rounded_otherwise(_mapping(subject.config, "quantization_config"), subject.dtypes):
+        yield TrapFinding("refuse", "any", what, mend)
     unscaled = [n for n, d in subject.dtypes.items() if d == FP8 and f"{n}_scale" not in subject.dtypes]
     if unscaled:
         yield TrapFinding("refuse", "any", f"{unscaled[0]} is {FP8} without a scale", _EXPORT_AGAIN)

@@ -17,6 +17,10 @@ from torch import Tensor
 from draftline.errors import UserError
 
 HEAD, TO_TARGET, TO_DRAFT = "lm_head.weight", "d2t", "t2d"
+# What a folder in speculators' format may hold beside the drafter: parts of the target, and the map.
+NOT_THE_DRAFTERS = frozenset(
+    {HEAD, TO_TARGET, TO_DRAFT, "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+)
 
 
 def vocabulary_tensors(ids: tuple[int, ...], head_DH: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -44,6 +48,8 @@ def read_vocabulary(weights: Mapping[str, Tensor], where: str) -> tuple[int, ...
         raise UserError("holds no map d2t of the pruned vocabulary", where=where, mend=mend)
     ids = tuple((to_target.long() + torch.arange(len(to_target))).tolist())
     can = weights.get(TO_DRAFT)
+    if can is not None and can.dtype not in (torch.bool, torch.uint8, torch.int32, torch.int64):
+        raise UserError(f"t2d is {can.dtype}, not bool", where=where, mend=mend)
     if can is not None and tuple(can.flatten().nonzero().flatten().tolist()) != ids:
         raise UserError("t2d and d2t tell different vocabularies", where=where, mend=mend)
     return ids

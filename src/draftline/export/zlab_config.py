@@ -110,7 +110,7 @@ def refuse_unservable(spec: DrafterSpec) -> None:
         reason = "rope_parameters without rope_theta: servers would take 10000"
     elif rope_type not in _ROPE_KEYS_OF_THE_CLASS:
         reason = f"rope_type {rope_type!r}: z-lab's class rotates by {', '.join(_ROPE_KEYS_OF_THE_CLASS)} only"
-    elif float(spec.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+    elif spec.rope_parameters.get("partial_rotary_factor") not in (None, 1):
         reason = "partial_rotary_factor below 1: z-lab's class rotates whole heads"
     elif spec.draft_vocabulary is not None:
         reason = f"a head of {len(spec.draft_vocabulary)} tokens: z-lab's class drafts from the whole vocabulary"

@@ -14,6 +14,7 @@ from draftline.config.schema import TargetConfig
 from draftline.drafter.model import Drafter
 from draftline.drafter.spec import check_target
 from draftline.errors import UserError
+from draftline.export.card_facts import checked_facts
 from draftline.export.check import check_export
 from draftline.export.common import ExportDtype, ExportFormat, read_provenance, read_recorded_spec
 from draftline.export.files import read_json
@@ -149,7 +150,7 @@ def import_command(checkpoint: Path, output: Path, *, target: str | None) -> lis
     """`draftline import`: what to print. The target is looked up by the name in the file where none is given."""
     named = target
     if named is None and detect_format(checkpoint) == "speculators" and read_recorded_spec(checkpoint) is None:
-        named = _named_target(read_json(checkpoint / "config.json")).get("target")
+        named = _named_target(checkpoint).get("target")
     return import_checkpoint(checkpoint, output, target=_target(named)).lines()
 
 
@@ -178,19 +179,25 @@ def _source(source: Path, target: TargetFacts | None, *, keeps_vocabulary: bool)
         return _build(source, checkpoint), run_provenance(run, committed_rows=committed)
     drafter = load_drafter_export(source, num_target_layers=None if target is None else target.num_layers)
     drafter.spec, mended = mend_spec(drafter.spec, keeps_vocabulary=keeps_vocabulary)
-    facts = {**_named_target(read_json(source / "config.json")), **read_provenance(source)}
+    facts = {**_named_target(source), **read_provenance(source)}
     if drafter.spec.draft_vocabulary is None:
         facts.pop("draft_vocabulary", None)
     return drafter, {**facts, "mended": mended} if mended else facts
 
 
-def _named_target(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The target as a file in speculators' format names it."""
-    inner = config.get("speculators_config")
+def _named_target(source: Path) -> dict[str, Any]:
+    """The target as a file in speculators' format names it.
+
+    Raises:
+        UserError: what stands there is no name.
+    """
+    file = source / "config.json"
+    inner = read_json(file).get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
     if not isinstance(verifier, Mapping) or not verifier.get("name_or_path"):
         return {}
-    return {"target": verifier["name_or_path"], "target_architectures": list(verifier.get("architectures") or ())}
+    facts = {"target": verifier["name_or_path"], "target_architectures": verifier.get("architectures") or []}
+    return checked_facts(facts, f"{file} (speculators_config.verifier)")
 
 
 def _target(name: str | None, *, may_be_elsewhere: bool = False) -> TargetFacts | None:

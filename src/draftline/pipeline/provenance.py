@@ -11,6 +11,7 @@ from draftline.config.load import load_config
 from draftline.config.schema import RunConfig
 from draftline.data.manifest import DatasetManifest, read_manifest
 from draftline.errors import UserError
+from draftline.export.card_facts import checked_facts
 from draftline.export.common import read_provenance
 from draftline.pipeline.meeting import BEST
 from draftline.pipeline.run_folder import CONFIG_FILE
@@ -75,7 +76,7 @@ def evaluation_facts(reports: Sequence[Path], drafter: str | None = None) -> dic
                 continue
             names = ("prompt_set", "method", "acceptance_length", "interval", "n_prompts")
             rows.append({name: result.get(name) for name in names})
-    return {"evaluation": rows, "evaluation_definition": definition} if rows else {}
+    return checked_facts({"evaluation": rows, "evaluation_definition": definition}, "--report") if rows else {}
 
 
 def _read_report(path: Path) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from draftline.config.drafter_spec import DrafterSpec
-from draftline.config.schema import RunConfig
+from draftline.config.schema import ObjectiveConfig, RunConfig
 from draftline.drafter.compile_cache import compiled_kernels, process_cache
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
@@ -153,7 +153,8 @@ def _make_drafter(
     module.to(device=device, dtype=dtype)
     if device.type == "cuda" and plan.config.pipeline.compile:
         module.kernels = compiled_kernels(process_cache().device(str(device)), layers=True)
-    optimizer = MasterOptimizer(module, plan.config.optimizer)
+    unreached = without_loss(module, plan.config.objective)
+    optimizer = MasterOptimizer(module, plan.config.optimizer, without_loss=unreached)
     optimizer.load_masters(weights)  # a bf16 copy must not become the master
     embedding, head, teacher = borrow(plan.spec, target, device, dtype)
     step = DrafterStep(
@@ -167,6 +168,13 @@ def _make_drafter(
         trees=tree_metric(plan.config.validation) if plan.config.data.validation_path is not None else None,
     )
     return DrafterWorker(module, step, Replica(number, optimizer))
+
+
+def without_loss(module: Drafter, objective: ObjectiveConfig) -> frozenset[str]:
+    """Parameters that the objective leaves alone: those of a candidate selector whose loss has weight 0."""
+    if objective.selector.weight > 0:
+        return frozenset()
+    return frozenset(name for name, _ in module.named_parameters() if name.startswith("candidate_selector."))
 
 
 def borrow(

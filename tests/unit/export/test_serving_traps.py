@@ -85,7 +85,11 @@ def test_trap_1_servers_of_zlabs_format_read_different_switches(tmp_path: Path) 
 def test_trap_1_mixed_layers_need_the_second_runner_and_it_is_said(tmp_path: Path) -> None:
     path = _zlab(tmp_path, **MIXED)
     assert any("second model runner" in f.what for f in _check(path).findings)
-    assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve" in (path / "README.md").read_text()
+    assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve TARGET" in (path / "README.md").read_text()
+    other = _speculators(tmp_path / "s", **MIXED, in_block_attention="bidirectional")
+    assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve PATH-OF" in (other / "README.md").read_text()
+    for path in (_zlab(tmp_path / "full"), _speculators(tmp_path / "sliding", **ALL_SLIDING)):
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in (path / "README.md").read_text()
 
 
 def test_trap_2_layers_of_two_shapes_are_refused(tmp_path: Path) -> None:

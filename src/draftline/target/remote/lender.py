@@ -146,7 +146,7 @@ def _weight_map(source: ModelSource) -> dict[str, str]:
         try:
             content = json.loads(index.read_bytes())["weight_map"]
             return {str(name): str(file) for name, file in content.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"is no index ({error})", where=str(index), mend="download the model again") from error
     single = _file(source, _SINGLE)
     try:
