@@ -1,14 +1,15 @@
 """A whole drafter step against SpecForge's on the same shapes in one run, and what each ingredient of a recipe costs.
 
-    python benchmarks/step.py --output step.json              q8 and q27, a GPU with 140 GB
+    python benchmarks/step.py --output step.json              all shapes, a GPU with 140 GB
     python benchmarks/step.py --tiny --output step.json       the same code on any machine, in a minute
 
-q8: hidden 4096, vocabulary 151,936, 512 anchors x 16. q27: hidden 5120, vocabulary 248,320, 1024 anchors x 32. Rows of
-4096 context tokens, five layers, five taps, random weights and data. `step` is forward, backward and clipping; `train`
-adds AdamW on fp32 masters. For `step` all sides live on the device at once and are timed in turn, so that a drift of
-the clock meets all; for `train` memory allows only one at a time. Memory of a side is what it holds (inputs and frozen
-weights too) plus the peak of its step. FLOPs are those of the model: nothing that is
-computed again in the backward is counted. SpecForge is timed where it is installed (`pip install --no-deps specforge`).
+q8: hidden 4096, vocabulary 151,936, 512 anchors x 16. q27: hidden 5120, vocabulary 248,320, 1024 anchors x 32. small:
+hidden 576, vocabulary 49,152 (SmolLM2-135M's), 512 anchors x 16: bound by the host. Rows of 4096 context tokens, five
+layers, five taps, random weights and data. `step` is forward, backward and clipping; `train` adds AdamW on fp32
+masters. For `step` all sides live on the device at once and are timed in turn, so that a drift of the clock meets all;
+for `train` memory allows only one at a time. Memory of a side is what it holds (inputs and frozen weights too) plus
+the peak of its step. FLOPs are those of the model: nothing that is computed again in the backward is counted.
+SpecForge is timed where it is installed (`pip install --no-deps specforge`).
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Shape:
 
 Q8 = Shape("q8", 4096, 12_288, 32, 8, 151_936, 512, 16)
 Q27 = Shape("q27", 5120, 17_408, 40, 8, 248_320, 1024, 32)
+SMALL = Shape("small", 576, 1536, 9, 3, 49_152, 512, 16, head_dim=64)
 TINY_Q8 = Shape("q8", 128, 256, 2, 1, 512, 16, 8, head_dim=64, layers=2, row_tokens=256)
+TINY_SMALL = replace(TINY_Q8, name="small", kv_heads=2)
 TINY_Q27 = replace(TINY_Q8, name="q27", anchors=24, block_size=16)
 
 
@@ -141,7 +144,9 @@ class OurSide:
 
     name = "draftline"
 
-    def __init__(self, inputs: Inputs, objective: ObjectiveConfig, *, with_optimizer: bool = False) -> None:
+    def __init__(
+        self, inputs: Inputs, objective: ObjectiveConfig, *, with_optimizer: bool = False, graphs: bool = False
+    ) -> None:
         shape, device = inputs.shape, inputs.device
         with torch.device("meta"):
             drafter = Drafter(shape.spec())
@@ -163,6 +168,7 @@ class OurSide:
             row_tokens=shape.row_tokens,
             seed=0,
             static_shapes=True,
+            cuda_graphs=graphs and device.type == "cuda",
         )
         self.optimizer = None
         if with_optimizer:
@@ -283,11 +289,12 @@ def profile_step(run: Callable[[], None], top: int = 18) -> dict[str, float]:
     return {"all kernels": total} | {f"{e.key[:80]} x{e.count}": round(e.device_time_total / 1e3, 3) for e in kernels}
 
 
-def our_forms(objective: ObjectiveConfig, fp8: bool) -> dict[str, ObjectiveConfig]:
-    forms = {"draftline": objective}
+def our_forms(objective: ObjectiveConfig, fp8: bool) -> dict[str, tuple[ObjectiveConfig, bool]]:
+    """(objective, with CUDA graphs) by name."""
+    forms = {"draftline": (objective, False), "draftline_graphs": (objective, True)}
     if fp8:
-        forms["draftline_fp8_head"] = objective.model_copy(update={"head_dtype": "fp8"})
-        forms["draftline_fp8"] = objective.model_copy(update={"head_dtype": "fp8", "mlp_dtype": "fp8"})
+        forms["draftline_fp8_head"] = (objective.model_copy(update={"head_dtype": "fp8"}), False)
+        forms["draftline_fp8"] = (objective.model_copy(update={"head_dtype": "fp8", "mlp_dtype": "fp8"}), False)
     return forms
 
 
@@ -297,8 +304,10 @@ def against_peer(inputs: Inputs, rounds: int, ceiling: float, fp8: bool) -> dict
         sides: dict[str, Callable[[], Any]] = {}
         if has_specforge():
             sides["specforge"] = lambda opt=with_optimizer: SpecForgeSide(inputs, with_optimizer=opt)
-        for name, objective in our_forms(plain_objective(inputs.shape), fp8).items():
-            sides[name] = lambda o=objective, opt=with_optimizer: OurSide(inputs, o, with_optimizer=opt)
+        for name, (objective, graphs) in our_forms(plain_objective(inputs.shape), fp8).items():
+            sides[name] = lambda o=objective, g=graphs, opt=with_optimizer: OurSide(
+                inputs, o, with_optimizer=opt, graphs=g
+            )
         found[part] = run(inputs, sides, rounds, ceiling)
         peer = found[part].get("specforge")
         for result in found[part].values():
@@ -345,7 +354,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for any machine")
-    parser.add_argument("--parts", default="q8,q27,ingredients", help="comma-separated")
+    parser.add_argument("--parts", default="small,q8,q27,ingredients", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-fp8", action="store_true")
     return parser.parse_args()
@@ -355,7 +364,7 @@ def main() -> None:
     arguments = parse_arguments()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shapes = {"q8": TINY_Q8, "q27": TINY_Q27} if arguments.tiny else {"q8": Q8, "q27": Q27}
+    shapes = {shape.name: shape for shape in ((TINY_SMALL, TINY_Q8, TINY_Q27) if arguments.tiny else (SMALL, Q8, Q27))}
     ceiling = measure_ceiling(device, dtype, 256 if arguments.tiny else 8192, Stopwatch(device))
     report: dict[str, Any] = {"environment": environment(device), "ceiling_tflops": ceiling / 1e12}
     fp8 = device.type == "cuda" and not arguments.no_fp8

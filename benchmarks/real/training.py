@@ -151,6 +151,7 @@ class OurTrainer:
             teacher=teacher if objective.needs_teacher else None,
             row_tokens=settings.row_tokens,
             seed=variant.seed,
+            cuda_graphs=target.device.type == "cuda",  # a drafter of this size is bound by launches otherwise
         )
 
     def warm(self) -> None:

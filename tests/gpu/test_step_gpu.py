@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from draftline.config.drafter_spec import DrafterSpec
-from draftline.config.schema import FeatureNoise, ObjectiveConfig
+from draftline.config.schema import FeatureNoise, ObjectiveConfig, OptimizerConfig
 from draftline.drafter.compile_cache import CompileCache, CompileGate, compiled_kernels
 from draftline.drafter.mlp_fp8 import linear_fp8
 from draftline.drafter.model import Drafter
+from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
 from spec_kit import small_spec
@@ -61,7 +62,13 @@ def random_row(lengths: tuple[int, ...], seed: int, device: str = "cuda") -> Hid
 
 
 def make_step(
-    spec: DrafterSpec, objective: ObjectiveConfig, device: str, cache: CompileCache | None, name: str = ""
+    spec: DrafterSpec,
+    objective: ObjectiveConfig,
+    device: str,
+    cache: CompileCache | None,
+    name: str = "",
+    *,
+    cuda_graphs: bool = False,
 ) -> DrafterStep:
     """`cache` None: the dense path, nothing compiled."""
     drafter = Drafter(spec, attention="dense" if cache is None else "flex")
@@ -72,7 +79,16 @@ def make_step(
     g = torch.Generator().manual_seed(2)
     weight = torch.randn(VOCAB, HIDDEN, generator=g).to(device, torch.bfloat16) * 0.3
     head = FrozenHead(weight)
-    return DrafterStep(drafter, FrozenEmbedding(weight), head, objective, teacher=head, row_tokens=ROW_TOKENS, seed=0)
+    return DrafterStep(
+        drafter,
+        FrozenEmbedding(weight),
+        head,
+        objective,
+        teacher=head,
+        row_tokens=ROW_TOKENS,
+        seed=0,
+        cuda_graphs=cuda_graphs,
+    )
 
 
 def gradients_of(step: DrafterStep, row: HiddenStateRow) -> tuple[float, torch.Tensor]:
@@ -171,3 +187,37 @@ def test_products_in_fp8_are_within_four_percent_of_fp64_with_rows_of_any_size()
     assert float((x.grad.double() - into_x).norm() / into_x.norm()) <= 0.04
     into_weight = wide_gradient.t() @ wide_x
     assert float((weight.grad.double() - into_weight).norm() / into_weight.norm()) <= 1e-2
+
+
+def test_steps_from_cuda_graphs_give_the_plain_steps_weights_beside_a_busy_thread() -> None:
+    cache, found, stop = new_cache(), [], threading.Event()
+
+    def keep_allocating() -> None:  # what a target on the same device does while a drafter is recorded
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                torch.ones(1 << 20, device="cuda").add_(1.0)
+                torch.cuda.current_stream().synchronize()
+                torch.cuda.empty_cache()
+
+    other = threading.Thread(target=keep_allocating, daemon=True)
+    other.start()
+    try:
+        for recorded in (False, True):
+            step = make_step(SPEC, RECIPE, "cuda", cache, f"cuda#{recorded}", cuda_graphs=recorded)
+            optimizer = MasterOptimizer(step._drafter, OptimizerConfig(learning_rate=1e-3))
+            with torch.cuda.stream(torch.cuda.Stream()):
+                cache.device(f"cuda#{recorded}").warm(step.warm_up)
+                for seed, lengths in enumerate([(256,), (100, 60, 31), (9, 200), (30,) * 8, (2, 3, 250), (80, 70)]):
+                    stats = step.forward_backward(random_row(lengths, seed))
+                    optimizer.absorb(stats.denominator)
+                    if seed % 2:  # two rows a step
+                        optimizer.step(1e-3)
+                torch.cuda.current_stream().synchronize()
+            found.append(torch.cat([master.detach().flatten().double() for master in optimizer.masters]))
+    finally:
+        stop.set()
+        other.join(60)
+    start = Drafter(SPEC)
+    start.init_weights(torch.Generator().manual_seed(1))
+    moved = found[0] - torch.cat([p.detach().flatten().double() for p in start.cuda().parameters()])
+    assert float((found[0] - found[1]).norm() / moved.norm()) <= 2e-2

@@ -230,6 +230,10 @@ class PipelineConfig(Section):
     max_skipped_steps: int = Field(default=10, ge=0, description="Non-finite steps skipped before the run fails.")
     stall_timeout_s: float = Field(default=600.0, gt=0, description="No progress for so long fails the run by name.")
     compile: bool = Field(default=False, description="torch.compile the drafter's layers (GPU).")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Replay the drafter's layers from CUDA graphs (GPU): for drafters that the host slows.",
+    )
 
 
 class AverageSync(Section):

@@ -349,3 +349,9 @@ def _host_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a host tensor, pinned when it goes to a GPU, so that its copy does not block."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def without_padding(blocks: BlockBatch) -> BlockBatch:
+    """The kept blocks alone: less work where shapes may vary (the CPU, where reading the mask costs nothing)."""
+    fields = {name: getattr(blocks, name)[blocks.keep_A] for name in BlockBatch.__dataclass_fields__}
+    return replace(blocks, **fields)

@@ -11,7 +11,7 @@ starts before the forward is launched (see `head_plan.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,12 @@ from draftline.drafter.blocks import (
     draw_blocks,
     make_blocks,
     pad_row,
+    without_padding,
 )
 from draftline.drafter.candidates import Candidates
 from draftline.drafter.draft_tables import DraftTables, run_tables
 from draftline.drafter.drafts import BlockDrafts
+from draftline.drafter.graphed import GraphedFunction
 from draftline.drafter.head import HeadOutput, Teacher, run_head, score_head
 from draftline.drafter.head_fp8 import quantize_head, require_fp8
 from draftline.drafter.head_plan import HeadPlan, plan_slots
@@ -53,6 +55,10 @@ class _Prepared:
     plan: HeadPlan
     teacher: Teacher | None
 
+    def is_known_empty(self) -> bool:
+        """True if no block is left, where that is known without waiting for the device."""
+        return self.blocks.anchors_A.shape[0] == 0
+
 
 class DrafterStep:
     """Forward and backward of rows for one drafter.
@@ -66,8 +72,8 @@ class DrafterStep:
         row_tokens: tokens of a full row.
         seed: the run's seed; draws of a sample depend on (seed, epoch, sample id) only.
         final_norm: the target's final norm, applied where a row carries its last hidden state before it.
-        static_shapes: pad rows to `row_tokens` and keep padding blocks, so that compiled code sees one shape.
-            None: on CUDA only. The result is the same.
+        static_shapes: pad rows and keep padding blocks: one shape, the same result. None: on CUDA only.
+        cuda_graphs: replay the drafter's part of training from CUDA graphs (`graphed.py`); needs static shapes.
         trees: draft trees that `evaluate` scores beside the chain; None: none.
     """
 
@@ -83,6 +89,7 @@ class DrafterStep:
         seed: int,
         final_norm: torch.nn.Module | None = None,
         static_shapes: bool | None = None,
+        cuda_graphs: bool = False,
         trees: TreeMetric | None = None,
     ) -> None:
         if objective.needs_teacher and teacher is None:
@@ -97,13 +104,15 @@ class DrafterStep:
         self._row_tokens, self._seed, self._static_shapes = row_tokens, seed, static_shapes
         selector = drafter.candidate_selector
         self._selector = None if selector is None else SelectorLoss(selector, head, objective.selector)
+        self._graphed = GraphedFunction(self._drafted, list(drafter.parameters())) if cuda_graphs else None
         self.trees = trees
 
     def forward_backward(self, row: HiddenStateRow) -> StepStats:
         """Trains on one row: gradients are added to `.grad`. No host sync beyond the module's note."""
-        self._drafter.train()
+        if not self._drafter.training:  # walking all modules takes a millisecond
+            self._drafter.train()
         prepared = self._prepare(row, row.epoch)
-        if self._is_known_empty(prepared):
+        if prepared.is_known_empty():
             return self._empty_row(row)
         taps_TF = apply_feature_noise(
             prepared.row.taps_TF, prepared.row, self._objective.feature_noise, self._seed, epoch=row.epoch
@@ -121,7 +130,7 @@ class DrafterStep:
         """Scores one row without gradient and without noise, at the fixed anchors of validation."""
         self._drafter.eval()
         prepared = self._prepare(row, VALIDATION_EPOCH)
-        if self._is_known_empty(prepared):
+        if prepared.is_known_empty():
             return self._empty_row(row, self.trees)
         hidden_QH = self._hidden(prepared, prepared.row.taps_TF)
         labels_Q = prepared.blocks.labels_AB.flatten()
@@ -256,7 +265,7 @@ class DrafterStep:
             row, self._drafter.spec, self._objective, row_tokens=self._row_tokens, seed=self._seed, epoch=epoch
         )
         if not static:
-            blocks = _kept_blocks(blocks)
+            blocks = without_padding(blocks)
         return _Prepared(row, blocks, self._plan(blocks.slot_mask_AB, blocks.teacher_index_AB), self._teacher(row))
 
     def _is_static(self, row: HiddenStateRow) -> bool:
@@ -282,9 +291,25 @@ class DrafterStep:
 
     def _hidden(self, prepared: _Prepared, taps_TF: Tensor) -> Tensor:
         row, blocks = prepared.row, prepared.blocks
-        mask = self._drafter.build_masks(row.document_ids_T, blocks.anchors_A, blocks.document_A)
-        embeddings_QH = self._embed(blocks.block_ids_AB.flatten())
-        return self._drafter(embeddings_QH, taps_TF, mask, row.position_ids_T, blocks.position_ids_AB.flatten())
+        run = self._drafted if self._graphed is None or not torch.is_grad_enabled() else self._graphed
+        of_row = (taps_TF, row.document_ids_T, row.position_ids_T)
+        return run(blocks.block_ids_AB, blocks.anchors_A, blocks.document_A, blocks.position_ids_AB, *of_row)
+
+    def _drafted(
+        self,
+        block_ids_AB: Tensor,
+        anchors_A: Tensor,
+        document_A: Tensor,
+        block_positions_AB: Tensor,
+        taps_TF: Tensor,
+        document_ids_T: Tensor,
+        position_ids_T: Tensor,
+    ) -> Tensor:
+        """Hidden states of all blocks, [Q, H]. A function of tensors, so that it can be recorded."""
+        mask = self._drafter.build_masks(document_ids_T, anchors_A, document_A)
+        return self._drafter(
+            self._embed(block_ids_AB.flatten()), taps_TF, mask, position_ids_T, block_positions_AB.flatten()
+        )
 
     def _embed(self, ids_Q: Tensor) -> Tensor:
         embeddings_QH = F.embedding(ids_Q, self._embedding.weight_VH.detach())
@@ -365,10 +390,6 @@ class DrafterStep:
             )
         )
 
-    def _is_known_empty(self, prepared: _Prepared) -> bool:
-        """True if no block is left, where that is known without waiting for the device."""
-        return prepared.blocks.anchors_A.shape[0] == 0
-
     def _empty_row(self, row: HiddenStateRow, trees: TreeMetric | None = None) -> StepStats:
         """Every parameter has a gradient afterwards, so a joint step finds zeros rather than nothing."""
         if torch.is_grad_enabled():
@@ -377,10 +398,3 @@ class DrafterStep:
                     parameter.grad = torch.zeros_like(parameter)
         budgets = () if trees is None else trees.budgets
         return StepStats.of_empty_row(self._drafter.spec.block_size, row.taps_TF.device, budgets)
-
-
-def _kept_blocks(blocks: BlockBatch) -> BlockBatch:
-    """Without padding blocks: less work where shapes may vary (the CPU, where reading the mask costs nothing)."""
-    keep_A = blocks.keep_A
-    fields = {name: getattr(blocks, name)[keep_A] for name in BlockBatch.__dataclass_fields__}
-    return replace(blocks, **fields)

@@ -165,6 +165,7 @@ def _make_drafter(
         teacher=teacher if plan.config.objective.needs_teacher else None,
         row_tokens=plan.config.data.row_tokens,
         seed=plan.config.seed,
+        cuda_graphs=device.type == "cuda" and plan.config.pipeline.cuda_graphs,
         trees=tree_metric(plan.config.validation) if plan.config.data.validation_path is not None else None,
     )
     return DrafterWorker(module, step, Replica(number, optimizer))
