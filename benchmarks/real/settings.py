@@ -50,7 +50,7 @@ class Settings:
     mask_token_id: int = 16  # <empty_output>: no text of this model holds it
     window_tokens: int = 128
     rates: tuple[float, ...] = (6e-4, 1.5e-3, 3e-3)
-    main_s: float = 30.0
+    main_s: float = 40.0
     ablation_s: float = 10.0
     tune_s: float = 5.0
     marks: tuple[float, ...] = (0.2, 0.5, 1.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from draftline.evaluate.report import EvalReport
 
 
-Prompts = Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL file, or builtin; may be repeated.")]
+Prompts = Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL or Parquet file, or builtin; may be repeated.")]
 Drafters = Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")]
 Methods = Annotated[str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ..., adaptive.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most new tokens a prompt.")]

@@ -40,6 +40,7 @@ class Conversation:
         prompt_hash: hash of the prompt ids that it was served for that answer, where known.
         turns: which assistant turns may be supervised; `regenerate` writes `last`, for only that one is the target's.
         category: the row's own label, kept through `prepare`.
+        language: the row's own label, for evaluation by group.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Conversation:
     prompt_hash: str | None = None
     turns: Turns = "all"
     category: str | None = None
+    language: str | None = None
 
 
 @dataclass(slots=True)
@@ -167,6 +169,7 @@ def _conversation(row: Row, ids: IdRegistry, source: str, line: int) -> Conversa
         prompt_hash=row.prompt_hash,
         turns=row.turns,
         category=row.category,
+        language=row.language,
     )
 
 

@@ -1,8 +1,8 @@
 """One row of a conversation file, checked and brought into one form.
 
 Accepted shapes of a row: `messages` (OpenAI style), `conversations` (`from`/`value`), or `prompt` with an optional
-`response`; `instruction`/`input`/`output` are read as those. `tools`, `id`, `category`, and what `regenerate` writes
-(`answer_cut`, `answer_token_ids`, `prompt_hash`, `turns`) are kept. Other fields are ignored.
+`response`; `instruction`/`input`/`output` are read as those. `tools`, `id`, `category`, `language`, and what
+`regenerate` writes (`answer_cut`, `answer_token_ids`, `prompt_hash`, `turns`) are kept. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Row:
     prompt_hash: str | None
     turns: Turns
     category: str | None = None
+    language: str | None = None
 
 
 def parse_row(row: Any) -> Row:
@@ -60,7 +61,8 @@ def parse_row(row: Any) -> Row:
     if len(raw) > MAX_MESSAGES:
         raise BadRowError("too many messages", f"{len(raw)} messages, at most {MAX_MESSAGES} are read")
     messages = [_message(message, i) for i, message in enumerate(raw)]
-    _require_plain_text([name, messages, tools, _category(row.get("category"))])
+    category, language = _label(row.get("category")), _label(row.get("language"))
+    _require_plain_text([name, messages, tools, category, language])
     return Row(
         id=name,
         messages=messages,
@@ -69,7 +71,8 @@ def parse_row(row: Any) -> Row:
         answer_token_ids=_token_ids(row.get("answer_token_ids")),
         prompt_hash=prompt_hash if isinstance(prompt_hash := row.get("prompt_hash"), str) else None,
         turns="last" if row.get("turns") == "last" else "all",
-        category=_category(row.get("category")),
+        category=category,
+        language=language,
     )
 
 
@@ -211,7 +214,7 @@ def _row_id(value: Any) -> str | None:
     return str(value)
 
 
-def _category(value: Any) -> str | None:
+def _label(value: Any) -> str | None:
     """A label, short enough to be counted by; anything else in that field is not ours."""
     return value if isinstance(value, str) and 0 < len(value) <= 100 else None
 

@@ -228,6 +228,7 @@ def answer_row(conversation: Conversation, message: Message, *, cut: bool) -> di
         "messages": [*conversation.messages, message],
         **({"tools": conversation.tools} if conversation.tools else {}),
         **({"category": conversation.category} if conversation.category else {}),
+        **({"language": conversation.language} if conversation.language else {}),
         "answer_cut": cut,
         "turns": "last",
     }

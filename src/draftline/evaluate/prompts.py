@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from draftline.data.messages import BadRowError, prompt_part
 from draftline.data.prompts import BUILTIN_SOURCE, builtin_prompts
 from draftline.data.template import ChatTemplate, TemplateRefusedError
 from draftline.errors import UserError
-
-_LABELS = ("category", "language")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ def load_prompt_set(
     """Reads conversations; a last assistant turn is dropped, and what is before it is asked again.
 
     Args:
-        source: JSONL file of conversations or prompts, or `builtin`.
+        source: JSONL or Parquet file of conversations or prompts, or `builtin`.
         tokenizer: the target's, with its chat template.
         limit: only the first so many.
         tally: counts rows, and says whether bad ones are left out; None refuses them.
@@ -56,7 +53,7 @@ def load_prompt_set(
     """
     path = builtin_prompts() if str(source) == BUILTIN_SOURCE else Path(source)
     template = ChatTemplate(tokenizer, template_kwargs=template_kwargs)
-    labels, tally = _labels(path), Tally(skip_bad_rows=False) if tally is None else tally
+    tally = Tally(skip_bad_rows=False) if tally is None else tally
     prompts: list[EvalPrompt] = []
     for row in read_conversations([str(path)], tally):
         if limit is not None and len(prompts) >= limit:
@@ -66,7 +63,7 @@ def load_prompt_set(
         except (BadRowError, TemplateRefusedError) as error:
             tally.reject(getattr(error, "reason", "template"), str(error), f"{path}:{row.line}")
             continue
-        prompts.append(EvalPrompt(row.id, tuple(ids), **labels.get(row.line, {})))
+        prompts.append(EvalPrompt(row.id, tuple(ids), row.category, row.language))
     if not prompts:
         raise UserError("holds no usable prompt", where=str(path), mend="give at least one")
     return prompts
@@ -88,19 +85,3 @@ def check_prompts(prompts: Mapping[str, Sequence[EvalPrompt]], *, vocab_size: in
                     where=f"{name}, {prompt.prompt_id}",
                     mend="use the target's own tokenizer",
                 )
-
-
-def _labels(path: Path) -> dict[int, dict[str, str]]:
-    """Category and language of each line that has them. Bad lines are the reader's business, not met here."""
-    found: dict[int, dict[str, str]] = {}
-    if path.suffix not in (".jsonl", ".json") or not path.is_file():
-        return found
-    with path.open("rb") as handle:
-        for line, raw in enumerate(handle, start=1):
-            try:
-                row = json.loads(raw)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                found[line] = {key: row[key] for key in _LABELS if isinstance(row.get(key), str)}
-    return found

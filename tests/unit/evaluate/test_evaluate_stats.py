@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from draftline.data.conversations import Tally
@@ -225,7 +227,8 @@ def test_speed_up_compares_seconds_per_committed_token() -> None:
     assert result.acceptance_length == result.acceptance_length_unclipped == 2.0
 
 
-def test_prompt_sets_drop_the_last_answer_and_keep_labels(tmp_path: Path, tiny_tokenizer: Any) -> None:
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_prompt_sets_drop_the_last_answer_and_keep_labels(tmp_path: Path, tiny_tokenizer: Any, ending: str) -> None:
     user, answer = {"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "I am fine."}
     rows = [
         {"id": "a", "category": "talk", "language": "en", "messages": [user, answer]},
@@ -233,14 +236,18 @@ def test_prompt_sets_drop_the_last_answer_and_keep_labels(tmp_path: Path, tiny_t
         {"id": "c", "prompt": "How are you?", "response": "I am fine."},
         {"id": "d", "messages": [user, answer, user, answer]},
     ]
-    path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / f"set.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        columns = {key: [row.get(key) for row in rows] for key in {key for row in rows for key in row}}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
     a, b, c, d = load_prompt_set(path, tiny_tokenizer)
     text = tiny_tokenizer.decode(a.input_ids)
     assert text == "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
     assert a.input_ids == b.input_ids == c.input_ids
     assert tiny_tokenizer.decode(d.input_ids).count("I am fine.") == 1
-    assert (a.category, a.language, b.category) == ("talk", "en", None)
+    assert (a.category, a.language, b.category, b.language) == ("talk", "en", None, None)
     assert [p.prompt_id for p in load_prompt_set(path, tiny_tokenizer, limit=2)] == ["a", "b"]
 
 
