@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftline.devices import device_memory_bytes, resolve_devices
 from draftline.doctor import DoctorContext, Finding, Level
 from draftline.errors import UserError
+
+if TYPE_CHECKING:
+    from draftline.target.facts import TargetFacts
 
 _CONVERSATION = (
     {"role": "user", "content": "How many legs has a spider?"},
@@ -101,15 +105,21 @@ def check_serving(context: DoctorContext) -> Iterator[Finding]:
     """Which servers would run the exports of a run as they were trained."""
     if context.run is None:
         return
+    from draftline.target.facts import target_facts
+
+    try:
+        target = None if context.target is None else target_facts(context.target)
+    except UserError:  # no target: its own check says so
+        target = None
     for name in ("export", "best"):
         if (context.run / name / "config.json").is_file():
-            yield from _served(context.run / name)
+            yield from _served(context.run / name, target)
 
 
-def _served(folder: Path) -> Iterator[Finding]:
+def _served(folder: Path, target: TargetFacts | None) -> Iterator[Finding]:
     from draftline.export.check import check_export
 
-    report = check_export(folder)
+    report = check_export(folder, target=target)
     for finding in report.findings:
         if finding.level == "refuse":
             yield Finding("warn", f"{folder}, {finding.server}: {finding.what}", finding.mend)

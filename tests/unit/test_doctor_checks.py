@@ -18,6 +18,7 @@ from draftline.doctor_checks import check_peers, check_plan, check_serving, chec
 from draftline.errors import UserError
 from draftline.export.check import CheckReport
 from draftline.export.traps import TrapFinding
+from draftline.target.facts import TargetFacts, target_facts
 
 RUN_YAML = """
 output: {output}
@@ -114,7 +115,9 @@ def test_a_configuration_that_cannot_run_is_a_failed_finding(config: Path) -> No
     assert finding.level == "fail" and "block_size" in finding.what
 
 
-def test_exports_are_told_by_the_servers_that_run_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_are_told_by_the_servers_that_run_them(
+    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("export", "best"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -123,7 +126,10 @@ def test_exports_are_told_by_the_servers_that_run_them(tmp_path: Path, monkeypat
     servers = ("dflash", "vllm")
     reports = {"export": (trap, note), "best": (TrapFinding("refuse", "any", "no weights", "export it again"),)}
 
-    def check(path: Path) -> CheckReport:
+    asked = []
+
+    def check(path: Path, *, target: TargetFacts | None) -> CheckReport:
+        asked.append(target)
         return CheckReport(path, "zlab", servers, reports[path.name])  # type: ignore[arg-type]
 
     monkeypatch.setattr("draftline.export.check.check_export", check)
@@ -131,6 +137,9 @@ def test_exports_are_told_by_the_servers_that_run_them(tmp_path: Path, monkeypat
     assert [f.level for f in found] == ["warn", "ok", "warn", "fail"]
     assert "vllm: it ignores the window" in found[0].what and found[0].mend == "train without it"
     assert found[1].what.endswith("by dflash") and only(check_serving, run=tmp_path / "none") == []
+    assert only(check_serving, run=tmp_path, target=TargetConfig(model=str(tiny_target_dir))) == found
+    known = target_facts(TargetConfig(model=str(tiny_target_dir)))
+    assert asked == [None, None, known, known]  # the target, where it is named, must be the drafter's
 
 
 def test_the_command_shows_a_sample_with_its_mask_where_data_and_target_are_named(

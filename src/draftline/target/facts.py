@@ -22,6 +22,8 @@ ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunk
 _RECURRENT_MODEL_TYPES = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "zamba"})
 # Rotary embeddings whose frequencies depend on the longest position of a forward.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# What libraries raise over values of the wrong kind in a file that anybody may have written.
+NONSENSE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 # Families whose embedding is multiplied by sqrt(hidden_size).
 _SQRT_SCALED_PREFIX = "gemma"
 
@@ -165,7 +167,7 @@ def load_hf_config(config: TargetConfig) -> Any:
     source = model_source(config)
     try:
         hf_config = _read_hf_config(source)
-    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
+    except (OSError, ImportError, StrictDataclassError, *NONSENSE) as error:
         source.require_reachable(_where(config))
         raise UserError(
             f"cannot read the model's configuration: {first_line(error)}",
@@ -204,7 +206,21 @@ def target_facts(config: TargetConfig) -> TargetFacts:
 
 
 def facts_from_hf(hf_config: Any, extra_eos_ids: tuple[int, ...] = ()) -> TargetFacts:
-    """Facts of a Hugging Face configuration object; `extra_eos_ids` come from the generation configuration."""
+    """Facts of a Hugging Face configuration object; `extra_eos_ids` come from the generation configuration.
+
+    Raises:
+        UserError: a field is missing, or of a kind that it cannot be.
+    """
+    try:
+        return _facts(hf_config, extra_eos_ids)
+    except NONSENSE as error:
+        kind = str(getattr(hf_config, "model_type", "model"))[:60]
+        raise UserError(
+            f"does not describe a language model ({first_line(error)})", where=f"configuration of the {kind}"
+        ) from error
+
+
+def _facts(hf_config: Any, extra_eos_ids: tuple[int, ...]) -> TargetFacts:
     text = hf_config.get_text_config(decoder=True)
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     layer_types = _layer_types(text)

@@ -24,6 +24,7 @@ from draftline.errors import UserError
 from draftline.products import widen_head
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.facts import (
+    NONSENSE,
     TargetFacts,
     auto_class_name,
     facts_from_hf,
@@ -291,7 +292,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
                 use_safetensors=True if source.gguf_file is None else None,  # never a pickled file
                 **source.kwargs(),
             )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ImportError, SafetensorError, *NONSENSE) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError(f"cannot load the model: {first_line(error)}", where=where, mend="check the files") from error

@@ -19,6 +19,7 @@ from draftline.data.shards import ShardWriter, TokenDataset
 from draftline.errors import UserError
 from draftline.target.facts import target_facts
 from draftline.target.load import load_target, load_tokenizer
+from draftline.target.remote.lender import load_lender
 
 
 @pytest.fixture
@@ -95,3 +96,40 @@ def test_a_data_manifest_cannot_name_files_outside_its_folder(tmp_path: Path):
         with pytest.raises(UserError) as error:
             TokenDataset.open(folder)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "x"),
+        ("dtype", [1]),
+        ("dtype", 5),
+        ("model_type", [1]),
+        ("model_type", {"a": 1}),
+        ("auto_map", 5),
+        ("text_config", 5),
+        ("quantization_config", "x"),
+        ("hidden_act", "x"),
+        ("hidden_size", -1),
+        ("head_dim", -1),
+        ("vocab_size", -1),
+        ("num_attention_heads", 0),
+        ("rope_parameters", 5),
+        ("eos_token_id", {"a": 1}),
+        ("architectures", 5),
+    ],
+)
+def test_a_configuration_of_nonsense_is_one_line_whoever_reads_it(model: Path, key: str, value: Any):
+    """A drafter's target may be anybody's too."""
+    file, config = model / "config.json", TargetConfig(model=str(model))
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    readers = (
+        target_facts,
+        lambda config: load_lender(config, torch.device("cpu")),
+        lambda config: load_target(config, "cpu"),
+    )
+    for read in readers:
+        try:
+            read(config)
+        except UserError as error:
+            assert "\n" not in str(error)

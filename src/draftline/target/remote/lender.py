@@ -17,10 +17,12 @@ from draftline.config.schema import TargetConfig
 from draftline.errors import UserError
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.facts import (
+    NONSENSE,
     ModelSource,
     TargetFacts,
     auto_class_name,
     facts_from_hf,
+    first_line,
     generation_eos_ids,
     load_hf_config,
     model_source,
@@ -89,8 +91,12 @@ def _hollow(hf_config: Any, config: TargetConfig) -> Any:
     import transformers
 
     auto_class = getattr(transformers, auto_class_name(hf_config) or "AutoModelForCausalLM")
-    with torch.device("meta"):
-        return auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    except (OSError, ImportError, *NONSENSE) as error:
+        what = f"describes no model that can be built ({first_line(error)})"
+        raise UserError(what, where=f"target.model {config.model}", mend="repair its config.json") from error
 
 
 def _check_shapes(found: Mapping[str, torch.Tensor], facts: TargetFacts, where: str) -> None:
