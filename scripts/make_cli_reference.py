@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from draftline.cli import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "command-line.md"
-_NAMES = {int: "whole number", float: "number", str: "text", Path: "path"}
+_NAMES = {int: "whole number", float: "number", str: "text", Path: "path", tuple[Path, Path]: "two paths"}
 _INTRO = """\
 # Command line
 
@@ -106,10 +106,9 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: A
 
 
 def _bounds(info: OptionInfo) -> Iterator[str]:
-    if info.min is not None:
-        yield f">= {info.min:g}"
-    if info.max is not None:
-        yield f"<= {info.max:g}"
+    for sign, bound in ((">=", info.min), ("<=", info.max)):
+        if bound is not None:
+            yield f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
 
 
 def _plain(kind: Any) -> tuple[bool, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED
 
 Target = Annotated[str, typer.Option("--target", help="Target model: folder, hub id, or path of a .gguf file.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the model repository.")]
@@ -26,7 +27,10 @@ MaxPrompt = Annotated[int | None, typer.Option(min=1, help="Drop samples with a 
 MinSupervised = Annotated[int, typer.Option(min=0, help="Drop samples with fewer labels.")]
 Turns = Annotated[str, typer.Option(help="Assistant turns that are supervised: all or last.")]
 Fraction = Annotated[float, typer.Option(help="Share of conversations held out in validation/.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the split, the mix, and the choice of samples that are shown.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=MAX_SEED, help="Of the split, the mix, and the choice of samples that are shown.")
+]
+ChoiceSeed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the choice.")]
 EvalFiles = Annotated[list[Path] | None, typer.Option(help="Evaluation prompts to keep clear of; may be repeated.")]
 RunWords = Annotated[int, typer.Option(min=1, help="Words of a run shared with such a prompt that counts.")]
 TemplateKwargs = Annotated[str, typer.Option(help='JSON for the chat template, e.g. {"enable_thinking": false}.')]
@@ -98,7 +102,7 @@ def preview(
     data: DataFolder,
     target: Target,
     samples: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice.")] = 0,
+    seed: ChoiceSeed = 0,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Show samples as text with what is supervised coloured, or in brackets where there is no colour."""
@@ -111,7 +115,7 @@ def check_labels(
     data: DataFolder,
     target: Target,
     samples: Annotated[int, typer.Option(min=1, help="How many to look at.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice.")] = 0,
+    seed: ChoiceSeed = 0,
     device: Device = "auto",
     trust_remote_code: TrustCode = False,
 ) -> None:

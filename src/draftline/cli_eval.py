@@ -9,14 +9,21 @@ import typer
 
 from draftline.cli_data import Device, SkipBad, Target, TemplateKwargs, TrustCode, json_object
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED, MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     from draftline.config.schema import TargetConfig
     from draftline.evaluate.report import EvalReport
 
 
-Prompts = Annotated[list[str], typer.Option("--prompts", "-p", help="JSONL or Parquet file, or builtin; may be repeated.")]
+Prompts = Annotated[
+    list[str], typer.Option("--prompts", "-p", help="JSONL or Parquet file, or builtin; may be repeated.")
+]
 Drafters = Annotated[list[Path] | None, typer.Option("--drafter", "-d", help="Export or run folder.")]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", help="Two drafters A B: is B better than A? As --drafter twice."),
+]
 Methods = Annotated[str, typer.Option(help="Comma-separated: plain, lookup, chain, tree@64, ..., adaptive.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most new tokens a prompt.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each file.")]
@@ -26,7 +33,8 @@ Timed = Annotated[int, typer.Option(min=0, help="With --batch: prompts also deco
 Compile = Annotated[
     str, typer.Option("--compile", help="off, graph, inductor (eager, aot_eager: to check): static-shaped rounds.")
 ]
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(min=0, max=MAX_TEMPERATURE, help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of what is drawn; each prompt adds its place.")]
 TopP = Annotated[float, typer.Option(min=0, max=1, help="1 keeps all tokens.")]
 TopK = Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")]
 Proposals = Annotated[str, typer.Option(help="Drafts of a sampled chain: argmax or sampled.")]
@@ -39,6 +47,7 @@ def evaluate(
     target: Target,
     prompts: Prompts,
     drafter: Drafters = None,
+    compare: Compare = None,
     methods: Methods = "plain,lookup,chain",
     max_new_tokens: NewTokens = 256,
     limit: Limit = None,
@@ -55,7 +64,7 @@ def evaluate(
     device: Device = "auto",
     output: Output = None,
     plot: Plot = None,
-    seed: int = 0,
+    seed: Seed = 0,
     skip_bad_rows: SkipBad = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
@@ -67,7 +76,7 @@ def evaluate(
 
     report = evaluate_files(
         _target(target, dtype, json_object(chat_template_kwargs), trust_remote_code=trust_remote_code),
-        drafter or [],
+        [*(drafter or []), *(compare or ())],
         list(prompts),
         methods=methods.split(","),
         max_new_tokens=max_new_tokens,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from draftline.cli_data import Device, SkipBad, Target, TemplateKwargs, TrustCode, json_object
+from draftline.limits import MAX_SEED, MAX_TEMPERATURE
 
 Source = Annotated[str, typer.Argument(help="JSONL file of prompts or conversations, hf:NAME:SPLIT, or builtin.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="JSONL file to write; a killed run goes on in it.")]
@@ -30,6 +31,8 @@ Endpoint = Annotated[str, typer.Option(help="chat: the server renders; completio
 Timeout = Annotated[float, typer.Option(help="Longest wait for one answer, in seconds.")]
 Tries = Annotated[int, typer.Option(min=1, help="Times a prompt is asked before it is rejected.")]
 Patience = Annotated[float, typer.Option(help="Seconds without any server before the run gives up.")]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of what is drawn.")]
+Temperature = Annotated[float, typer.Option(min=0, max=MAX_TEMPERATURE, help="0 is greedy.")]
 ExtraBody = Annotated[str | None, typer.Option(help='JSON put into each request, e.g. {"min_p": 0}.')]
 
 
@@ -41,10 +44,10 @@ def regenerate(
     max_new_tokens: MaxNew = 512,
     max_prompt_tokens: MaxPrompt = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 keeps all tokens.")] = 0,
-    seed: int = 0,
+    seed: Seed = 0,
     limit: Limit = None,
     server: Servers = None,
     api_key_env: KeyName = None,

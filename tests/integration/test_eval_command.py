@@ -75,14 +75,28 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run: Path
     kept = ", ".join(str(int(p.name.removeprefix("round-"))) for p in list_checkpoints(run))
     with pytest.raises(UserError, match=f"no checkpoint of round 77.*kept are: {kept}"):
         choose_checkpoint(run, "77")
-    with pytest.raises(UserError, match="'last' is no checkpoint"):
-        choose_checkpoint(run, "last")
+    for word in ("last", "²", "9" * 5000):
+        with pytest.raises(UserError, match=f"'{word[:79]}.* is no checkpoint"):
+            choose_checkpoint(run, word)
     with pytest.raises(UserError, match="no drafter was chosen by validation"):
         choose_checkpoint(tmp_path, "best")
     with pytest.raises(UserError, match="holds no checkpoint"):
         choose_checkpoint(tmp_path)
     with pytest.raises(UserError, match="an export, which holds one drafter"):
         find_drafter(run / "best", "newest-but-one")
+
+
+def test_compare_asks_whether_the_second_drafter_is_better_than_the_first(
+    run: Path, tiny_target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    common = ["eval", "--target", tiny_target_dir, "--prompts", prompts, "--skip-bad-rows", "--max-new-tokens", 4]
+    common += ["--device", "cpu", "--methods", "chain", "--output", tmp_path / "report.json"]
+    code, said = invoke(*common, "--compare", run, run / "best")
+    assert code == 0
+    (comparison,) = json.loads((tmp_path / "report.json").read_text())["comparisons"]
+    assert (comparison["a"], comparison["b"]) == ("run", "best")
+    assert comparison["verdict"] == "undecided"
+    assert "chain: best against run:" in said
 
 
 def test_bad_rows_are_refused_or_left_out_and_counted(
@@ -114,6 +128,13 @@ def test_bad_rows_are_refused_or_left_out_and_counted(
         (["--plot", "a.pdf"], "cannot be written as .pdf"),
         (["--proposals", "best"], "'best' is no way to draft"),
         (["--chat-template-kwargs", "{"], "--chat-template-kwargs"),
+        (["--seed", "-1"], "'--seed'"),
+        (["--seed", str(2**64)], "'--seed'"),
+        (["--temperature", "1e-40"], "temperature 1e-40, top_p 1.0, top_k 0 cannot be sampled from"),
+        (["--temperature", "nan"], "'--temperature'"),
+        (["--temperature", "inf"], "'--temperature'"),
+        (["--methods", "tree@²"], "'tree@²' is not a method"),
+        (["--methods", "tree@16,tree@016", "--plot", "a.svg"], "tree@16 is named twice"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_in_one_line(

@@ -89,6 +89,7 @@ def test_auto_split_on_one_device_gives_it_to_both(make_run):
     ("workers", "options", "words"),
     [
         (0, {}, "0 GPUs cannot train anything"),
+        (2**63, {}, "GPUs are more than can be planned for"),
         (2, {"gpu": "Voodoo2"}, "nothing is known about GPU 'Voodoo2'"),
         (2, {"gpu": "H200", "measure": True}, "leave out --gpu"),
     ],

@@ -15,6 +15,7 @@ from draftline.config.cluster import ClusterConfig
 from draftline.config.dflash2 import Dflash2Config, SelectorObjective
 from draftline.config.drafter_spec import InBlockAttention, WindowOrigin
 from draftline.config.sections import Section, StatesConfig, TargetConfig
+from draftline.limits import MAX_SEED
 
 
 class DataConfig(Section):
@@ -41,17 +42,19 @@ class DrafterConfig(Section):
         default="dflash", description="dflash2: with convolutions inside a block and a candidate selector."
     )
     dflash2: Dflash2Config | None = Field(default=None, description="Of kind dflash2; null: its defaults.")
-    num_layers: int = Field(default=5, ge=1, description="Decoder layers of the drafter.")
-    block_size: int = Field(default=16, ge=2, description="Slots of a block: the anchor token and B-1 mask tokens.")
+    num_layers: int = Field(default=5, ge=1, le=1024, description="Decoder layers of the drafter.")
+    block_size: int = Field(
+        default=16, ge=2, le=4096, description="Slots of a block: the anchor token and B-1 mask tokens."
+    )
     mask_token_id: int = Field(ge=0, description="An embedding row of the target that text never uses.")
     num_taps: int | None = Field(default=None, ge=1, description="Taps by z-lab's rule; null: num_layers.")
     taps: tuple[int, ...] | None = Field(
         default=None, description="Explicit 0-based target layers; overrides num_taps."
     )
-    intermediate_size: int | None = Field(default=None, ge=1, description="null: as the target.")
-    num_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
-    num_kv_heads: int | None = Field(default=None, ge=1, description="null: as the target.")
-    head_dim: int | None = Field(default=None, ge=2, description="null: as the target.")
+    intermediate_size: int | None = Field(default=None, ge=1, le=1 << 24, description="null: as the target.")
+    num_heads: int | None = Field(default=None, ge=1, le=1 << 24, description="null: as the target.")
+    num_kv_heads: int | None = Field(default=None, ge=1, le=1 << 24, description="null: as the target.")
+    head_dim: int | None = Field(default=None, ge=2, le=1 << 24, description="null: as the target.")
     sliding: SlidingWindowConfig | None = Field(default=None, description="null: full attention in all layers.")
     init: Literal["random", "target_layers", "checkpoint"] = Field(
         default="random", description="Start from random weights, layers of the target itself, or init_from."
@@ -315,8 +318,8 @@ class RunConfig(Section):
     """A whole training run. `output` holds the resolved configuration, logs, checkpoints and exports."""
 
     output: Path = Field(description="Folder of the run.")
-    seed: int = Field(default=0, ge=0, description="Of the plan, the first weights and every draw.")
-    epochs: int = Field(default=1, ge=1, description="Passes over the data.")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Of the plan, the first weights and every draw.")
+    epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the data.")
     max_rows: int | None = Field(default=None, ge=1, description="Train only the plan's first rows.")
     target: TargetConfig
     data: DataConfig

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftline.data.decontaminate import DEFAULT_WORDS
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED
 
 MAX_WORKERS = 256
 _WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9.]+(?:[eE][+-]?[0-9]+)?)")
@@ -46,7 +47,7 @@ class PrepareOptions:
                 0 <= self.validation_fraction < 1,
                 "at least 0 and below 1",
             ),
-            ("seed", self.seed, self.seed >= 0, "0 or more"),
+            ("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}"),
             ("max_prompt_tokens", prompt, prompt is None or prompt >= 1, "at least 1"),
             ("min_supervised_tokens", self.min_supervised_tokens, self.min_supervised_tokens >= 0, "0 or more"),
             ("workers", self.workers, 1 <= self.workers <= MAX_WORKERS, f"1 to {MAX_WORKERS}"),

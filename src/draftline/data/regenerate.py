@@ -25,6 +25,7 @@ from draftline.data.sampling import Prompt, Sampling
 from draftline.data.servers.options import ServerOptions
 from draftline.data.template import ChatTemplate
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED, MAX_TEMPERATURE, MIN_TEMPERATURE, is_temperature
 
 if TYPE_CHECKING:
     from draftline.data.answering import Answer
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RegenerateReport", "regenerate"]
 
-WINDOW_BATCHES = 64
+WINDOW_BATCHES, MOST_AT_ONCE = 64, 1_000_000
+_TEMPERATURES = f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 
 
 def regenerate(
@@ -187,10 +189,11 @@ def _load(config: TargetConfig, device: str, template: ChatTemplate, log: Answer
 def _check(max_new_tokens: int, batch_size: int, sampling: Sampling) -> None:
     wrong = [
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("batch_size", batch_size, batch_size >= 1, "at least 1"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("batch_size", batch_size, 1 <= batch_size <= MOST_AT_ONCE, f"1 to {MOST_AT_ONCE}"),
+        ("temperature", sampling.temperature, is_temperature(sampling.temperature), _TEMPERATURES),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("seed", sampling.seed, 0 <= sampling.seed <= MAX_SEED, f"0 to {MAX_SEED}"),
     ]
     for name, value, is_good, allowed in wrong:
         if not is_good:

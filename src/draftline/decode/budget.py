@@ -48,8 +48,9 @@ class CostCurve:
     """Measured cost of a round.
 
     Attributes:
-        draft_s: seconds of one block forward of the drafter, tree construction included.
-        points: (drafts, seconds of a verifying target forward), drafts rising from 0; straight lines between them.
+        draft_s: seconds of one block forward of the drafter and of finding its likeliest tokens.
+        points: (drafts, seconds of growing a tree of them, verifying it in the target and walking it), drafts rising
+            from 0; straight lines between them.
     """
 
     draft_s: float

@@ -1,4 +1,6 @@
-"""Measures what a round costs with trees of several sizes, for the adaptive budget."""
+"""Measures what a round costs with trees of several sizes, for the adaptive budget: all that a round does, growing the
+tree and walking it included, for that costs more with every node.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftline.decode.budget import CostCurve
+from draftline.decode.budget import AdaptiveBudget, CostCurve
 from draftline.decode.generation import device_clock
-from draftline.decode.path_tree import block_marginals, tree_of
+from draftline.decode.path_tree import PathMarginals, block_marginals
 from draftline.decode.steps import Drafted, DraftModel, RoundContext, SoloSession
 from draftline.decode.target_session import TargetSession
+from draftline.decode.tree import DraftTree, Marginals
 from draftline.decode.tree_generate import tree_inputs
 from draftline.drafter.selector import PathScores
 
@@ -40,7 +43,7 @@ def measure_cost_curve(
     repeats: int = 3,
     session: SoloSession | None = None,
 ) -> CostCurve:
-    """Times drafting and verification behind `prompt_ids`.
+    """Times whole rounds behind `prompt_ids`: drafting apart, growing and verifying trees by their size.
 
     Args:
         prompt_ids: a text of typical length: the cost depends on it.
@@ -65,18 +68,25 @@ def measure_cost_curve(
     marginals = block_marginals(_near_uniform(drafted), budgets[-1])
     measured = []
     for nodes in budgets:
-        tree = tree_of(marginals, nodes)
-        ids_N, layout = tree_inputs(tree, tokens[-1], target.device)
 
-        def verify(ids_N: torch.Tensor = ids_N, layout=layout) -> None:  # type: ignore[no-untyped-def]
+        def verify(nodes: int = nodes) -> None:
+            tree = _grown(marginals, nodes, budgets)
+            ids_N, layout = tree_inputs(tree, tokens[-1], target.device)
             logits_NV, _ = session.extend(ids_N, layout)
-            logits_NV.argmax(dim=-1).tolist()
+            tree.walk(logits_NV.argmax(dim=-1).tolist())
             session.commit(0)
 
         measured.append((nodes, _median_s(verify, clock, repeats)))
-        if len(tree) < nodes:
+        if len(_grown(marginals, nodes, budgets)) < nodes:
             break
     return CostCurve.fit(_median_s(draft, clock, repeats), measured)
+
+
+def _grown(marginals: Marginals | PathMarginals, nodes: int, budgets: Sequence[int]) -> DraftTree:
+    """Grown by the adaptive rule itself, which looks a cost up at each node: a flat one here, so that none stops it."""
+    if nodes == 0:
+        return DraftTree()
+    return AdaptiveBudget(CostCurve(1.0, tuple((n, 1.0) for n in budgets if n <= nodes))).grow(marginals)
 
 
 def _near_uniform(drafted: Drafted) -> Drafted:

@@ -12,6 +12,7 @@ import torch
 
 from draftline.drafter.selector import PathScores
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED, MAX_TEMPERATURE, MIN_TEMPERATURE, is_temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Sampling:
     """How the target's next token is chosen.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else within the bounds of `limits`.
         top_p: smallest set of tokens with at least this much probability; 1 keeps all.
         top_k: most likely tokens kept; 0 keeps all.
         seed: of the request's own generator.
@@ -34,12 +35,14 @@ class Sampling:
     proposals: Literal["argmax", "sampled"] = "argmax"
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not is_temperature(self.temperature) or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise UserError(
                 f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k} cannot be sampled from",
                 where="sampling",
-                mend="temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+                mend=f"temperature 0 or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, 0 < top_p <= 1, top_k >= 0",
             )
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"seed {self.seed} is none", where="sampling", mend=f"give 0 to {MAX_SEED}")
 
     @property
     def is_greedy(self) -> bool:
@@ -101,7 +104,9 @@ class Sampler:
             return probs_NV
         ordered = probs_NV.sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.values.cumsum(dim=-1) - ordered.values
-        kept = ordered.values.masked_fill(mass_before >= self.sampling.top_p, 0.0)
+        is_outside = mass_before >= self.sampling.top_p
+        is_outside[..., 0] = False  # whatever fp32 makes of a tiny top_p
+        kept = ordered.values.masked_fill(is_outside, 0.0)
         kept = kept / kept.sum(dim=-1, keepdim=True)
         return torch.zeros_like(probs_NV).scatter(-1, ordered.indices, kept)
 

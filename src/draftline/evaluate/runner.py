@@ -32,6 +32,7 @@ from draftline.evaluate.rounds import tree_rounds
 from draftline.evaluate.solo import Sessions
 from draftline.evaluate.stats import paired_difference
 from draftline.evaluate.summary import Case, Sample, compare_outputs, machine_eps, summarise
+from draftline.limits import MAX_SEED
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -115,6 +116,8 @@ def evaluate(
             target or device that cannot verify the asked trees, batches or compiled forwards.
     """
     wanted = parse_methods(methods)
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"seed {seed} is none", where="evaluate", mend=f"give 0 to {MAX_SEED}")
     _check_suite(target, prompt_sets, max_new_tokens)
     if decoding.batch > 1:
         require_rows(target)

@@ -10,6 +10,7 @@ from draftline.pipeline.checkpoint import checkpoint_root, latest_checkpoint, li
 
 BEST_FOLDER = "best"
 NEWEST = "newest"
+_MOST_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ def choose_checkpoint(run: Path, which: str = NEWEST) -> Choice:
                 mend="train with data.validation_path set, or use --checkpoint newest",
             )
         return Choice(run / BEST_FOLDER, True)
-    if not which.isdigit():
+    if not (which.isascii() and which.isdecimal() and len(which) <= _MOST_DIGITS):
         raise UserError(
-            f"{which!r} is no checkpoint", where="--checkpoint", mend="use newest, best or a round's number"
+            f"{which[:80]!r} is no checkpoint", where="--checkpoint", mend="use newest, best or a round's number"
         )
     folder = checkpoint_root(run) / f"round-{int(which):08d}"
     if not folder.is_dir():

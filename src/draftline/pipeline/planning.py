@@ -34,6 +34,7 @@ from draftline.target.load import LoadedTarget
 from draftline.target.size import TargetSize, target_size
 
 MEASURED_ROWS = 8
+MOST_GPUS = 10_000
 _MADE_UP_SAMPLES = 64
 
 
@@ -50,6 +51,8 @@ def plan_split(config: RunConfig, workers: int, *, gpu: str | None = None, measu
     """
     if workers < 1:
         raise UserError(f"{workers} GPUs cannot train anything", where="--gpus", mend="give at least 1")
+    if workers > MOST_GPUS:
+        raise UserError(f"{workers} GPUs are more than can be planned for", where="--gpus", mend=f"at most {MOST_GPUS}")
     if measure and gpu is not None:
         raise UserError("a measurement is of this machine's GPU", where="--measure", mend="leave out --gpu")
     device, ceiling = device_and_ceiling(gpu)

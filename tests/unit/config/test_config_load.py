@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from draftline.config.load import config_differences, dump_config, load_config
 from draftline.config.schema import GradientSync, OuterSync, RunConfig
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED
 
 BASE = """\
 output: runs/a
@@ -174,6 +175,8 @@ def test_a_key_of_another_kind_says_so(base: Path) -> None:
         ("validation.tree_budgets=[64, 16]", "validation.tree_budgets [64, 16] must rise, between 1 and 4096"),
         ("validation.tree_budgets=[0, 16]", "validation.tree_budgets [0, 16] must rise, between 1 and 4096"),
         ("validation.best_by=tree@8", "best_by is 'tree@8'; what is scored: chain, tree@16, tree@64, tree@256"),
+        ("seed=-1", "seed: must be at least 0, not -1"),
+        (f"seed={2**64}", f"seed: must be at most {MAX_SEED}, not {2**64}"),
         ("seed", "is not of the form section.key=value"),
         ("=3", "is not of the form section.key=value"),
         ("seed=[1", "command line: seed: is not valid YAML"),

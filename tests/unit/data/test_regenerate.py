@@ -295,7 +295,19 @@ def test_two_runs_into_one_file_the_second_is_refused(tmp_path: Path, target: Ta
         run(prompts(tmp_path, 3), output, target)
 
 
-@pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"batch_size": 0}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": -1.0},
+        {"temperature": 1e-40},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"top_p": 0.0},
+        {"max_new_tokens": 0},
+        {"batch_size": 0},
+        {"batch_size": 2**63},
+    ],
+)
 def test_wrong_settings_are_refused(tmp_path: Path, target: TargetConfig, option: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(option))} is .*; set it to "):
         run(prompts(tmp_path, 1), tmp_path / "a.jsonl", target, **option)

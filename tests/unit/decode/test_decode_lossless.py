@@ -27,31 +27,51 @@ def test_plain_decoding_gives_the_text_of_the_models_own_generate() -> None:
     assert generation.target_forwards == 19
 
 
-@pytest.mark.parametrize("pair", range(200))
+def cut_behind(output_ids: list[int], stops: set[int]) -> list[int]:
+    """Up to the first stop token, which stays."""
+    end = next((index + 1 for index, token in enumerate(output_ids) if token in stops), len(output_ids))
+    return output_ids[:end]
+
+
+@pytest.mark.parametrize("pair", range(240))
 def test_chain_tree_and_lookup_give_the_plain_text_for_random_pairs(pair: int) -> None:
+    """Blocks of 2 to 16, trees of 1 to 200. Every sixth text is long, 40 tokens in many rounds."""
     draw = random.Random(pair)
-    vocab_size = draw.randint(11, 32)
+    vocab_size, is_long = draw.randint(11, 32), pair % 6 == 0
     target = tiny_target(pair, vocab_size=vocab_size, hidden_size=draw.choice([16, 32]), num_hidden_layers=1 + pair % 2)
     prompt = random_prompt(pair, draw.randint(1, 12), vocab_size)
-    limit, block_size, budget = draw.randint(2, 11), draw.randint(2, 16), draw.choice([1, 2, 7, 16, 64, 200])
-    drafter = NoisyDrafter(greedy_text(target, prompt, limit), vocab_size, block_size, seed=pair, strength=3.0)
-    stops = {draw.randrange(vocab_size)} if draw.random() < 0.4 else set()
+    limit, block_size, budget = 40 if is_long else draw.randint(2, 8), draw.randint(2, 16), draw.randint(1, 200)
+    text = greedy_text(target, prompt, limit)
+    drafter = NoisyDrafter(text, vocab_size, block_size, seed=pair, strength=1.5 if is_long else 3.0)
+    stops = {draw.randrange(vocab_size)} if not is_long and draw.random() < 0.5 else set()
+    expected = cut_behind(text[len(prompt) :], stops)
     options = {"max_new_tokens": limit, "stop_token_ids": stops}
-    plain = plain_generate(target, prompt, **options)
-    curve = CostCurve(1.0, ((0, 1.0), (40, 2.0)))
-    others = {
+    found = {
         "chain": chain_generate(target, drafter, prompt, **options),
         "tree": tree_generate(target, drafter, prompt, budget=FixedBudget(budget), **options),
     }
-    if pair % 2:
-        others["lookup"] = lookup_generate(target, prompt, block_size=block_size, **options)
-    else:
-        others["adaptive"] = tree_generate(target, drafter, prompt, budget=AdaptiveBudget(curve), **options)
-    for method, generation in others.items():
-        assert generation.output_ids == plain.output_ids, method
+    if pair % 3 == 1:
+        found["lookup"] = lookup_generate(target, prompt, block_size=block_size, **options)
+    if pair % 3 == 2:
+        adaptive = AdaptiveBudget(CostCurve(1.0, ((0, 1.0), (40, 2.0))))
+        found["adaptive"] = tree_generate(target, drafter, prompt, budget=adaptive, **options)
+    for method, generation in found.items():
+        assert generation.output_ids == expected, method
         assert sum(generation.acceptance_lengths) + 1 == len(generation.output_ids), method
         assert generation.target_forwards == len(generation.acceptance_lengths), method
-        assert generation.stopped == plain.stopped, method
+        assert generation.stopped == (expected[-1] in stops), method
+    if is_long:
+        assert found["chain"].target_forwards >= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plain_decoding_stops_behind_its_first_stop_token(seed: int) -> None:
+    target, prompt = tiny_target(seed), random_prompt(seed, 5)
+    output_ids = greedy_text(target, prompt, 12)[5:]
+    stops = {output_ids[4], output_ids[7]}
+    found = plain_generate(target, prompt, max_new_tokens=12, stop_token_ids=stops)
+    assert found.output_ids == cut_behind(output_ids, stops)
+    assert found.stopped
 
 
 @pytest.mark.parametrize("window", [2, 3, 6])

@@ -25,6 +25,7 @@ from draftline.decode.plain import plain_generate
 from draftline.decode.sampling import Proposal, Sampler, Sampling
 from draftline.decode.tree_generate import tree_generate
 from draftline.errors import UserError
+from draftline.limits import MAX_SEED, MAX_TEMPERATURE, MIN_TEMPERATURE
 from draftline.target.load import LoadedTarget
 
 ALPHA = 0.001
@@ -195,7 +196,24 @@ def test_the_same_seed_gives_the_same_text(target: LoadedTarget) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"temperature": t} for t in (-1.0, 1e-40, 1e-5, 1e5, math.inf, math.nan)),
+        *({"top_p": p} for p in (0.0, 1.1, math.nan)),
+        {"top_k": -1},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+)
 def test_impossible_rules_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="cannot be sampled from"):
+    with pytest.raises(UserError, match=r"cannot be sampled from|seed .* is none"):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_every_temperature_that_is_taken_gives_probabilities(temperature: float) -> None:
+    probs = Sampler(Sampling(temperature, 0.9, seed=MAX_SEED), "cpu").probs(torch.tensor([[300.0, -300.0, 299.0]]))
+    assert torch.isfinite(probs).all()
+    assert float(probs.sum()) == pytest.approx(1.0)
+    assert Sampler(Sampling(temperature, 1e-320), "cpu").probs(torch.tensor([[0.0, 1.0]])).tolist() == [[0.0, 1.0]]

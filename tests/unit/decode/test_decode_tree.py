@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding_kit import NoisyDrafter, random_prompt, tiny_target
+from draftline.decode import budget as budget_rules
+from draftline.decode import cost
 from draftline.decode.budget import AdaptiveBudget, CostCurve, FixedBudget
-from draftline.decode.tree import DraftTree, Marginals, build_tree, top_marginals
+from draftline.decode.tree import DraftTree, Marginals, Node, best_first, build_tree, top_marginals
 from draftline.errors import UserError
 
 
@@ -149,6 +153,24 @@ def test_the_adaptive_budget_is_the_best_of_all_budgets() -> None:
         assert chosen.nodes == build_tree(marginals, len(chosen)).nodes
         sizes.add(len(chosen))
     assert len(sizes) > 5
+
+
+def test_the_measured_cost_of_a_tree_holds_its_own_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only tree growth moves, a second a node, a tree of n drafts costs n seconds."""
+    seconds = [0.0]
+
+    def slow_nodes(marginals: Marginals) -> Iterator[Node]:
+        for node in best_first(marginals):
+            seconds[0] += 1.0
+            yield node
+
+    monkeypatch.setattr(budget_rules, "best_first", slow_nodes)
+    monkeypatch.setattr(cost, "device_clock", lambda device: lambda: seconds[0])
+    target = tiny_target(0, num_hidden_layers=1)
+    drafter = NoisyDrafter(random_prompt(0, 30), 13, 4, seed=0)
+    curve = cost.measure_cost_curve(target, drafter, random_prompt(0, 5), budgets=(0, 3, 9, 20), repeats=1)
+    assert curve.largest == 20
+    assert [curve.round_s(n) for n in (0, 3, 9, 20)] == [0.0, 3.0, 9.0, 20.0]
 
 
 def test_a_fitted_cost_curve_is_convex_rising_and_never_above_its_measurements() -> None:

@@ -15,6 +15,8 @@ ServerKind = Literal["auto", "vllm", "sglang", "llama.cpp", "transformers", "ope
 Endpoint = Literal["chat", "completions"]
 # Fields that decide what is answered, or that the answers are checked by.
 _OWN_FIELDS = frozenset({"model", "messages", "prompt", "max_tokens", "n", "stream", "seed", "tools"})
+# Of requests, tries and seconds: beyond it (and with nan) timers cannot count.
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ class ServerOptions:
             raise UserError(f"unknown endpoint {self.endpoint!r}", where="--endpoint", mend="use chat or completions")
         for name in ("concurrency", "per_server", "timeout_s", "tries", "patience_s"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name} is {value}", mend="set it above 0")
+            if value is not None and not 0 < value <= _MOST:
+                raise UserError(f"{name} is {value}", mend=f"set it above 0 and at most {_MOST}")
         own = sorted(_OWN_FIELDS & self.extra_body.keys())
         if own:
             raise UserError(f"`{own[0]}` is set by draftline itself", where="--extra-body", mend="leave it out")
