@@ -46,7 +46,7 @@ def counted(counts: Sequence[PromptCounts]) -> Figures:
     """Acceptance length with its interval by prompt, and the counts of each prompt."""
     return {
         "acceptance_length": pooled(counts),
-        "interval": interval(counts, 0),
+        "interval": interval(counts),
         "prompts": len(counts),
         "tokens": [c.tokens for c in counts],
         "rounds": [c.rounds for c in counts],

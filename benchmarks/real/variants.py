@@ -121,6 +121,8 @@ def _gamma(gamma: float) -> Variant:
 # In the order in which they are run while time is left: what the two recipes disagree on first.
 ABLATIONS = (
     PLAIN,
+    replace(PLAIN, name="init-target", change="starts from target layers", group="init", init="target_layers"),
+    replace(PLAIN, name="muon", change="Muon on matrices", group="optimizer", optimizer="muon"),
     replace(PLAIN, name="kl-0.15", change="KL 0.15", group="kl", kl_weight=0.15),
     replace(PLAIN, name="cap-0.1", change="CAP 0.1", group="cap", cap_weight=0.1),
     replace(PLAIN, name="noise-uniform", change="uniform noise 0.05", group="noise", noise=UNIFORM),
@@ -134,12 +136,10 @@ ABLATIONS = (
     replace(PLAIN, name="kl-0.5", change="KL 0.5", group="kl", kl_weight=0.5),
     replace(PLAIN, name="anchors-1024", change="1024 anchors", group="anchors", anchors=1024),
     replace(PLAIN, name="anchors-256", change="256 anchors", group="anchors", anchors=256),
-    replace(PLAIN, name="muon", change="Muon on matrices", group="optimizer", optimizer="muon"),
     replace(PLAIN, name="muon-x2", change="Muon, twice the rate", group="optimizer", optimizer="muon", rate_factor=2.0),
     replace(PLAIN, name="rate-x2", change="twice the learning rate", group="optimizer", rate_factor=2.0),
     replace(PLAIN, name="rate-x0.5", change="half the learning rate", group="optimizer", rate_factor=0.5),
     replace(PLAIN, name="noise-gaussian", change="gaussian noise 0.05", group="noise", noise=GAUSSIAN),
-    replace(PLAIN, name="init-target", change="starts from target layers", group="init", init="target_layers"),
 )
 _FIELDS = {
     "block": ("block_size", "decay"),
