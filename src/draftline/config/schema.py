@@ -127,7 +127,7 @@ class ObjectiveConfig(Section):
         default="row",
         description="row: a sample gets its share of `anchors` by length; conversation: up to `anchors` each.",
     )
-    decay: Decay = ExponentialDecay()
+    decay: Decay = DPaceDecay()
     labels: Literal["data", "target"] = Field(default="data", description="The data's token or the target's argmax.")
     kl_weight: float = Field(default=0.0, ge=0, le=1, description="Share of forward KL in the CE/KL blend.")
     kl_temperature: float = Field(default=1.0, gt=0, description="Softens teacher and draft in the forward KL.")
