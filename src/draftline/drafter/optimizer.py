@@ -10,6 +10,7 @@ off there, waits for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +175,7 @@ class MasterOptimizer:
 
 
 def _make_muon(matrices: list[Tensor], undecayed: list[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = [{"params": matrices}, {"params": undecayed, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": undecayed, "weight_decay": 0.0}]
     return torch.optim.Muon(
         [g for g in groups if g["params"]],
         lr=config.learning_rate,
