@@ -98,8 +98,8 @@ def test_keys_given_beside_the_new_kind_are_kept_whatever_their_order(base: Path
 
 
 def test_a_key_of_the_default_kind_needs_no_kind(base: Path) -> None:
-    config = load_config([base], ["objective.decay.gamma=3", "sync.every_rows=4"])
-    assert config.objective.decay.model_dump() == {"kind": "exponential", "gamma": 3.0}
+    config = load_config([base], ["objective.decay.alpha=0.3", "sync.every_rows=4"])
+    assert config.objective.decay.model_dump() == {"kind": "dpace", "alpha": 0.3}
 
 
 def test_a_plain_kind_field_is_not_a_union_and_drops_nothing(tmp_path: Path, base: Path) -> None:
