@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
 from draftline.target.capture import TargetCapture
 from draftline.target.states.manifest import read_states_manifest
+from draftline.target.states.store import StatesWriter
 
 TEACHER = "objective.kl_weight=0.5"
 SMALL_SHARDS = "states.shard_bytes=20000"
@@ -209,6 +211,28 @@ def test_the_size_is_told_before_anything_starts(make_run, tmp_path, no_target, 
     monkeypatch.setattr("draftline.pipeline.states._free_bytes", lambda folder: 1000)
     with pytest.raises(UserError, match=r"needs 0\.00 GiB more, 0\.00 GiB are free"):
         captured(config)
+
+
+def test_a_run_that_would_fill_the_disk_is_refused_before_its_first_row(make_run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("draftline.pipeline.states._free_bytes", lambda folder: 1000)
+    with pytest.raises(UserError, match=r"needs 0\.00 GiB more, 0\.00 GiB are free"):
+        train(make_run_plan(make_run(f"states.path={tmp_path / 'states'}", "states.mode=cache")))
+    assert not (tmp_path / "states").exists()
+
+
+def test_a_capture_beside_another_one_is_refused_and_changes_nothing(make_run, tmp_path) -> None:
+    folder = tmp_path / "states"
+    captured(make_run(f"states.path={folder}", "max_rows=2", name="first"))
+    config = make_run(f"states.path={folder}", name="second")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    caching = config.model_copy(update={"states": config.states.model_copy(update={"mode": "cache"})})
+    with closing(StatesWriter(folder, read_states_manifest(folder).identity)):
+        with pytest.raises(UserError, match="another process adds states to it"):
+            captured(config)
+        with pytest.raises(UserError, match="another process adds states to it"):
+            train(make_run_plan(caching))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert any("captured: 40 samples" in line for line in captured(config))
 
 
 def test_damaged_states_are_refused_or_fail_by_name(make_run, tmp_path) -> None:

@@ -185,6 +185,10 @@ def test_fp8_files_are_expanded(tmp_path, target) -> None:
     save_file({**payload, "token_ids": torch.tensor(ids)}, tmp_path / "hs_7.safetensors")
     got = FilesClient(tmp_path).fetch(ids).hidden_TLH
     assert float((got - hidden_TLH).norm() / hidden_TLH.norm()) < 0.05
+    del payload["hidden_states_scales"]  # its numbers alone are the states times something
+    save_file({**payload, "token_ids": torch.tensor(ids)}, tmp_path / "hs_7.safetensors")
+    with pytest.raises(RunFailedError, match=r"states in torch\.float8_e4m3fn without hidden_states_scales"):
+        FilesClient(tmp_path).fetch(ids)
 
 
 @pytest.mark.parametrize(

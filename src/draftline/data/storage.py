@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from draftline.errors import UserError
 
@@ -24,6 +24,7 @@ _NO_ACCESS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO}
 )
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})  # file systems that know no locks
 
 
 @contextmanager
@@ -61,6 +62,26 @@ def write_text_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_file(path.parent)
+
+
+def locked_file(path: Path, busy: UserError) -> BinaryIO:
+    """Opens a file of its own for a lock, and locks it until it is closed or the process ends, however it ends.
+
+    Raises:
+        UserError: `busy`, if another process holds it.
+        OSError: it cannot be made.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise busy from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+    return file
 
 
 def require_unused(output: Path) -> None:

@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from draftline.config.schema import RunConfig
 from draftline.data.shards import TokenDataset
@@ -60,9 +61,16 @@ def capture_states(config: RunConfig, *, dry_run: bool = False, say: Say = print
     for report in reports.values():
         say(report.line())
     captures = make_captures(plan, targets, reports)
-    store_target(targets[0], parts[0].folder)
-    for part in parts:
-        _capture_part(plan, part, captures, targets[0].fingerprint, say)
+    fingerprint = targets[0].fingerprint
+    with ExitStack() as opened:
+        writers = []
+        for part in parts:  # all before the first state: another process may be at work on any of them
+            identity = states_identity(plan, part.dataset.manifest.fingerprint, fingerprint)
+            writers.append(open_writer(plan, part, identity))
+            opened.callback(writers[-1].close)
+        store_target(targets[0], parts[0].folder)
+        for part, writer in zip(parts, writers, strict=True):
+            _capture_part(part, captures, writer, say)
 
 
 def _online_plan(config: RunConfig) -> RunPlan:
@@ -71,8 +79,7 @@ def _online_plan(config: RunConfig) -> RunPlan:
     return make_run_plan(config.model_copy(update={"states": states, "pipeline": pipeline}))
 
 
-def _capture_part(plan: RunPlan, part: StatesPart, captures: Sequence[Capture], fingerprint: str, say: Say) -> None:
-    writer = open_writer(plan, part, states_identity(plan, part.dataset.manifest.fingerprint, fingerprint))
+def _capture_part(part: StatesPart, captures: Sequence[Capture], writer: StatesWriter, say: Say) -> None:
     reader = part.reader()
     rows = [row for row in part.rows if reader is None or not reader.has(row.samples)]
     try:

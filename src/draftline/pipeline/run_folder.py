@@ -11,8 +11,6 @@ run.lock         held, by the operating system, as long as a process writes here
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -28,6 +26,7 @@ from typing import BinaryIO
 import torch
 
 from draftline.config.load import config_differences, dump_config, load_config
+from draftline.data.storage import locked_file
 from draftline.errors import UserError
 from draftline.pipeline.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, read_checkpoint
 from draftline.pipeline.runplan import RunPlan
@@ -37,7 +36,6 @@ FAILURES_FILE, STACKS_FILE = "failures.log", "stacks.txt"
 # Written before the configuration, whose presence makes the folder a run: a start killed in between left nothing else.
 _BEFORE_START = {LOCK_FILE, IDENTITY_FILE, f"{IDENTITY_FILE}.tmp", f"{CONFIG_FILE}.tmp"}
 _MOST_IDENTITY_BYTES = 1 << 20
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})  # file systems that know no locks
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +123,8 @@ def claim_run_folder(plan: RunPlan, *, target_fingerprint: str, resume: bool) ->
 
 def _lock(path: Path) -> BinaryIO:
     """The lock dies with the process that holds it, so a killed run can be resumed at once."""
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        mend = "wait for it, or choose another output"
-        raise UserError("another process writes to this run", where=str(path.parent), mend=mend) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            file.close()
-            raise
-    return file
+    mend = "wait for it, or choose another output"
+    return locked_file(path, UserError("another process writes to this run", where=str(path.parent), mend=mend))
 
 
 def _require_empty(path: Path) -> None:

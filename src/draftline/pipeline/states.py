@@ -159,6 +159,7 @@ class StateStores:
         self._parts = [] if self._mode == "online" else states_parts(plan)
         self._writers: list[StatesWriter] = []
         if self._mode == "cache":
+            require_room(plan, self._parts)  # now, not in the middle of the run
             for part in self._parts:
                 identity = states_identity(plan, part.dataset.manifest.fingerprint, target.fingerprint)
                 self._writers.append(open_writer(plan, part, identity))

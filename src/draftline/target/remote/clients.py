@@ -209,6 +209,8 @@ def _checked(states: Mapping[str, torch.Tensor], token_ids: Sequence[int], origi
         what = f"states of shape {list(hidden.shape)} for {len(token_ids)} tokens; is its prefix cache off?"
         raise RunFailedError(what, origin=origin)
     if _SCALES not in states:
+        if hidden.element_size() == 1:
+            raise RunFailedError(f"states in {hidden.dtype} without {_SCALES}", origin=origin)
         return hidden
     try:
         expanded = hidden.float() * states[_SCALES].float()

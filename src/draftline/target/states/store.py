@@ -6,9 +6,7 @@ shard appears whole under its name, then in the manifest: what a killed capture 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from draftline.data.storage import disk_errors, write_text_atomic
+from draftline.data.storage import disk_errors, locked_file, write_text_atomic
 from draftline.errors import RunFailedError, UserError
 from draftline.target.cache import SampleStates
 from draftline.target.states.manifest import (
@@ -28,9 +25,12 @@ from draftline.target.states.manifest import (
     StatesManifest,
     StatesShard,
     read_states_manifest,
+    require_same_states,
 )
 from draftline.target.states.numbers import dequantize, final_dtype, quantize, relative_error
+from draftline.target.states.tensor_files import save_whole, sha256_of
 
+LOCK_NAME = "states.lock"
 SHARD_BYTES = 1 << 29
 _OPEN_SHARDS = 16  # a thread
 _ORIGIN = "offline states"
@@ -130,7 +130,7 @@ class StatesReader:
         with self._locks[number]:
             if number in self._proven:
                 return
-            if _sha256(file) != self.manifest.shards[number].sha256:
+            if sha256_of(file) != self.manifest.shards[number].sha256:
                 raise UserError(
                     "was changed: its hash is not the recorded one", where=str(file), mend="capture the states again"
                 )
@@ -151,18 +151,27 @@ class StatesReader:
 class StatesWriter:
     """Adds states to a folder, which may already hold some. Call `close` at the end, or the last shard is lost.
 
+    The folder is locked until then: two writers would give two shards one name.
+
     Args:
         folder: made if it does not exist.
-        identity: must be that of the states already there; see `require_same_states`.
+        identity: must be that of the states already there.
         shard_bytes: a shard is written once it holds so much.
+
+    Raises:
+        UserError: another process adds to the folder; see also `require_same_states`.
     """
 
     def __init__(self, folder: Path, identity: StatesIdentity, *, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self._identity, self._shard_bytes = folder, identity, shard_bytes
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            mend = "wait for it, or name another folder in states.path"
+            busy = UserError("another process adds states to it", where=str(folder), mend=mend)
+            self._held = locked_file(folder / LOCK_NAME, busy)
         there = (folder / MANIFEST_NAME).is_file()
         self.manifest = read_states_manifest(folder) if there else StatesManifest(identity=identity)
+        require_same_states(self.manifest.identity, identity, folder, adds=True)
         self._known = {i for shard in self.manifest.shards for i in shard.samples}
         self._lock = threading.Lock()
         self._waiting: dict[str, torch.Tensor] = {}
@@ -189,9 +198,13 @@ class StatesWriter:
                 self._flush()
 
     def close(self) -> StatesManifest:
-        """Writes what is waiting. Returns the manifest as it is on disk."""
+        """Writes what is waiting, and lets others add to the folder. Returns the manifest as it is on disk."""
         with self._lock:
-            self._flush()
+            try:
+                self._flush()
+            finally:
+                self._waiting, self._samples = {}, []
+                self._held.close()
             return self.manifest
 
     def _encoded(self, sample: int, states: SampleStates) -> dict[str, torch.Tensor]:
@@ -230,20 +243,5 @@ class StatesWriter:
         self._n_waiting_bytes = self._n_waiting_tokens = 0
 
     def _write_shard(self, name: str) -> StatesShard:
-        temporary = self.folder / f".{name}.tmp"
-        try:
-            save_file(self._waiting, temporary)
-        except SafetensorError as error:  # it has no other way to tell that the disk is full
-            temporary.unlink(missing_ok=True)
-            raise UserError(f"cannot be written ({error})", where=str(self.folder), mend="free space") from error
-        digest = _sha256(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        size = temporary.stat().st_size
-        os.replace(temporary, self.folder / name)
+        size, digest = save_whole(self._waiting, self.folder / name)
         return StatesShard(name=name, n_bytes=size, sha256=digest, samples=tuple(self._samples))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

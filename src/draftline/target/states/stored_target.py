@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from draftline.data.storage import disk_errors, write_text_atomic
 from draftline.errors import UserError
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.load import LoadedTarget
+from draftline.target.states.manifest import MANIFEST_NAME
+from draftline.target.states.tensor_files import save_whole, sha256_of
 
 WEIGHTS, FACTS = "borrowed.safetensors", "borrowed.json"
 
@@ -48,10 +49,12 @@ class StoredTarget:
 def store_target(target: LoadedTarget | StoredTarget, folder: Path) -> None:
     """Writes embedding and head of `target` (once, if they are tied) to `folder`, unless they are there.
 
+    What a capture left that was killed before its first shard belongs to no states, and is replaced.
+
     Raises:
         UserError: the disk is full, or the folder holds those of another target.
     """
-    if (folder / FACTS).is_file():
+    if (folder / FACTS).is_file() and (folder / MANIFEST_NAME).is_file():
         found = _read_facts(folder)["fingerprint"]
         if found != target.fingerprint:
             raise UserError(
@@ -68,14 +71,15 @@ def store_target(target: LoadedTarget | StoredTarget, folder: Path) -> None:
         weights["head_bias"] = target.head.bias_V.cpu().contiguous()
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / WEIGHTS)
+        (folder / FACTS).unlink(missing_ok=True)
+        _, digest = save_whole(weights, folder / WEIGHTS)
         facts = {
             "fingerprint": target.fingerprint,
             "embedding_scale": target.embedding.scale,
             "head_multiplier": target.head.multiplier,
             "head_softcap": target.head.softcap,
             "stop_token_ids": sorted(target.stop_token_ids),
-            "sha256": _sha256(folder / WEIGHTS),
+            "sha256": digest,
         }
         write_text_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
 
@@ -94,7 +98,7 @@ def load_stored_target(folder: Path, device: torch.device, *, share_with: Stored
     facts = _read_facts(folder)
     file, mend = folder / WEIGHTS, "capture the states again"
     try:
-        if _sha256(file) != facts["sha256"]:
+        if sha256_of(file) != facts["sha256"]:
             raise UserError("was changed: its hash is not the recorded one", where=str(file), mend=mend)
         weights = load_file(file, device=str(device))
     except (SafetensorError, OSError, ValueError) as error:
@@ -135,8 +139,3 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or not names <= facts.keys():
         raise UserError("does not describe a target", where=str(file), mend=mend)
     return facts
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
