@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draftline.config.load import load_config
 from draftline.config.schema import RunConfig, TargetConfig
@@ -49,7 +50,7 @@ class DemoSize:
     timed_prompts: int
 
 
-FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 33, None, 3, 2)
+FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 25, None, 3, 2)
 SHORT = DemoSize(24, 4, 24, 13, 4, 1, 2)
 
 
@@ -279,7 +280,7 @@ def _close(
     }
     table = Table(title="what came out", show_header=False)
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # paths, whatever they hold
     console.print()
     console.print(table)
     console.print(
