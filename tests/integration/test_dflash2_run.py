@@ -126,6 +126,25 @@ def test_a_run_is_exported_with_a_pruned_vocabulary_of_its_datas_commonest_token
         invoke("export", tmp_path / "z", "-o", tmp_path / "w", "--draft-vocab-size", 150)
 
 
+def test_the_targets_end_tokens_are_kept_where_the_drafters_file_names_none(
+    tmp_path, first, tiny_target_dir, make_data
+):
+    """As speculators writes it; the data hold no end token either."""
+    foreign = export_run(first, tmp_path / "foreign", form="speculators")
+    (foreign / "draftline.json").unlink()
+    config = json.loads((foreign / "config.json").read_text())
+    config["transformer_layer_config"] |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    (foreign / "config.json").write_text(json.dumps(config))
+    options = ("--format", "speculators", "--draft-vocab-size", 20, "--vocab-data", make_data(tmp_path / "data"))
+    code, said = invoke("export", foreign, "-o", tmp_path / "x", *options, "--target", tiny_target_dir)
+    target = load_target(TargetConfig(model=str(tiny_target_dir)), "cpu")
+    kept = load_drafter_export(tmp_path / "x").spec.draft_vocabulary
+    assert code == 0 and kept is not None and target.stop_token_ids <= set(kept)
+    assert "names no end-of-text token" in said
+    said = invoke("export", "--check", tmp_path / "x", "--target", tiny_target_dir)[1]
+    assert "end-of-text" not in said
+
+
 def test_a_vocabulary_larger_than_what_the_data_use_is_filled_up_and_said(tmp_path, first, make_data):
     few = make_data(tmp_path / "few", n_samples=2)
     dataset = TokenDataset.open(few)

@@ -76,6 +76,7 @@ def check_export(
         shapes=shapes,
         dtypes=dtypes,
         provenance=provenance if target is None else provenance | {"target_is_recurrent": target.has_recurrent_layers},
+        target=target,
     )
     asked = tuple(servers) if servers else (("vllm",) if found == "speculators" else SERVERS)
     findings = [f for f in find_traps(subject) if f.server == "any" or f.server in asked]

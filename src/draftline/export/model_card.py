@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ PREFIX_CACHE_WARNING = (
     "Tokens that a server restores from its prefix cache give the drafter no context, and acceptance falls to about 1: "
     "keep prefix caching off, or measure with it."
 )
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def model_card(spec: DrafterSpec, *, form: ExportFormat, dtype: str, provenance: Mapping[str, Any]) -> str:
@@ -24,7 +26,7 @@ def model_card(spec: DrafterSpec, *, form: ExportFormat, dtype: str, provenance:
     Args:
         provenance: see `pipeline/exporting.py`; every key is optional.
     """
-    target = str(provenance.get("target") or "TARGET")
+    target = _one_line(provenance.get("target") or "TARGET")
     parts = [
         _front_matter(provenance),
         f"# {'DFlash' if spec.dflash2 is None else 'DFlash2'} drafter for {target}\n\n"
@@ -51,7 +53,7 @@ def _contents(spec: DrafterSpec) -> str:
 def _front_matter(provenance: Mapping[str, Any]) -> str:
     lines = ["---", "library_name: transformers", "tags:", "- speculative-decoding", "- dflash"]
     target = str(provenance.get("target") or "")
-    if target.count("/") == 1 and not target.startswith((".", "/", "~")):  # a hub id, not a path of somebody's machine
+    if _HUB_ID.fullmatch(target):  # not a path of somebody's machine, nor anything that YAML takes otherwise
         lines.append(f"base_model: {target}")
     return "\n".join([*lines, "---"])
 
@@ -100,7 +102,7 @@ def _acceptance(provenance: Mapping[str, Any]) -> str:
         lines.append(f"Acceptance length on the validation rows, teacher-forced: {value:.2f}.")
     results: Sequence[Mapping[str, Any]] = provenance.get("evaluation") or ()
     if results:
-        lines.append(str(provenance.get("evaluation_definition", "")))
+        lines.append(_one_line(provenance.get("evaluation_definition", "")))
         head = "| prompts | method | acceptance length | 95 % | prompts in it |\n|---|---|---|---|---|\n"
         lines.append(head + "\n".join(_result_row(r) for r in results))
     return "\n\n".join(line for line in lines if line) or "Not measured yet: `draftline eval`."
@@ -110,7 +112,9 @@ def _result_row(result: Mapping[str, Any]) -> str:
     value, interval = result.get("acceptance_length"), result.get("interval")
     shown = "-" if value is None else f"{value:.2f}"
     between = "-" if not interval else f"{interval[0]:.2f} to {interval[1]:.2f}"
-    return f"| {result['prompt_set']} | {result['method']} | {shown} | {between} | {result['n_prompts']} |"
+    return (
+        f"| {_cell(result['prompt_set'])} | {_cell(result['method'])} | {shown} | {between} | {result['n_prompts']} |"
+    )
 
 
 def _training(provenance: Mapping[str, Any]) -> str:
@@ -138,4 +142,13 @@ def _short(value: Any) -> str:
 
 
 def _table(rows: Sequence[tuple[str, Any]]) -> str:
-    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows)
+    return "| | |\n|---|---|\n" + "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows)
+
+
+def _cell(value: object) -> str:
+    return _one_line(value).replace("|", "/")
+
+
+def _one_line(value: object) -> str:
+    """Names and facts may be anybody's: none of them begins a line of its own."""
+    return " ".join(str(value).splitlines())

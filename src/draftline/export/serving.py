@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ def serve_commands(spec: DrafterSpec, form: ExportFormat, folder: str, target: s
     """
     mixed = slides(spec) and "full_attention" in spec.layer_types
     runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else ""
+    told = {"method": "dflash", "model": folder, "num_speculative_tokens": spec.block_size - 1}
+    speculation = shlex.quote(json.dumps(told, ensure_ascii=False))
+    folder, target = shlex.quote(folder), shlex.quote(target)  # a name may be anybody's
     if form == "speculators":
         return {"vLLM": f"{runner}vllm serve {folder} {_VLLM_NO_PREFIX_CACHE}"}
-    speculation = f'{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {spec.block_size - 1}}}'
     return {
-        "vLLM": f"{runner}vllm serve {target} --speculative-config '{speculation}' {_VLLM_NO_PREFIX_CACHE}",
+        "vLLM": f"{runner}vllm serve {target} --speculative-config {speculation} {_VLLM_NO_PREFIX_CACHE}",
         "SGLang": (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
             f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {spec.block_size} "

@@ -27,7 +27,14 @@ from draftline.export.common import (
 from draftline.export.files import WEIGHTS, read_json, read_weights
 from draftline.export.model_card import model_card
 from draftline.export.speculators_config import Verifier, is_pruned, spec_from_speculators, speculators_config
-from draftline.export.vocabulary import NOT_THE_DRAFTERS, TO_DRAFT, TO_TARGET, read_vocabulary, vocabulary_tensors
+from draftline.export.vocabulary import (
+    NOT_THE_DRAFTERS,
+    TO_DRAFT,
+    TO_TARGET,
+    read_vocabulary,
+    refuse_idle_map,
+    vocabulary_tensors,
+)
 
 # Fields that the format has no place for; a card of ours tells them.
 _UNSAID = (
@@ -96,8 +103,10 @@ def load_speculators(
         num_target_layers: of the target, needed where no card of ours tells it.
     """
     path = Path(path).expanduser()
-    spec = read_speculators_spec(path, num_target_layers)
-    weights = {name: value for name, value in read_weights(path).items() if name not in NOT_THE_DRAFTERS}
+    spec, stored = read_speculators_spec(path, num_target_layers), read_weights(path)
+    if spec.draft_vocabulary is None:
+        refuse_idle_map(stored, str(path / WEIGHTS))
+    weights = {name: value for name, value in stored.items() if name not in NOT_THE_DRAFTERS}
     return build_drafter(path, spec, weights, device, dtype)
 
 

@@ -19,6 +19,7 @@ from draftline.export.quantized_traps import FP8, raw_readers, rounded_otherwise
 from draftline.export.speculators_config import non_causal, refuse_unservable_by_vllm
 from draftline.export.vocabulary import HEAD, NOT_THE_DRAFTERS
 from draftline.export.zlab_config import refuse_unservable
+from draftline.target.facts import TargetFacts
 
 Server = Literal["dflash", "vllm", "sglang"]
 SERVERS: tuple[Server, ...] = ("dflash", "vllm", "sglang")
@@ -47,6 +48,7 @@ class Subject:
         spec: as it was trained.
         is_ours: draftline.json says how it was trained; without it the spec is what the format's own trainer would do.
         shapes, dtypes: of its tensors, by name.
+        target: where it is known; files of speculators tell no end-of-text token.
     """
 
     form: ExportFormat
@@ -56,6 +58,12 @@ class Subject:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     provenance: Mapping[str, Any]
+    target: TargetFacts | None = None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end text, of the drafter's file and of the target."""
+        return (*_ends(self.spec), *(() if self.target is None else self.target.eos_token_ids))
 
     @property
     def drafters_own(self) -> frozenset[str]:
@@ -192,11 +200,11 @@ def proposals(subject: Subject) -> Iterator[TrapFinding]:
 
 def mask_token(subject: Subject) -> Iterator[TrapFinding]:
     """A mask token that text may hold."""
-    spec = subject.spec
+    spec, target = subject.spec, subject.target
     for use, ids in (
-        ("end-of-text", _ends(spec)),
-        ("padding", [spec.pad_token_id]),
-        ("begin-of-text", [spec.bos_token_id]),
+        ("end-of-text", subject.ends),
+        ("padding", (spec.pad_token_id, target and target.pad_token_id)),
+        ("begin-of-text", (spec.bos_token_id, target and target.bos_token_id)),
     ):
         if spec.mask_token_id in ids:
             what = f"mask_token_id {spec.mask_token_id} is the target's {use} token"
@@ -269,10 +277,14 @@ def pruned_vocabulary(subject: Subject) -> Iterator[TrapFinding]:
         found = "is missing" if rows is None else f"has shape {rows}"
         what = f"{HEAD} {found}: a head of {len(ids)} tokens has ({len(ids)}, {subject.spec.hidden_size})"
         yield TrapFinding("refuse", "vllm", what, "export it again with --target")
-    missing = [token for token in _ends(subject.spec) if token not in set(ids)]
+    missing = [token for token in subject.ends if token not in set(ids)]
     if missing:
         what = f"the end-of-text token {missing[0]} cannot be drafted: each answer's last round is cut short"
         yield TrapFinding("note", "any", what, "keep it when pruning")
+    if not subject.ends:
+        yield TrapFinding(
+            "note", "any", "names no end-of-text token: whether it can be drafted is not known", "--target"
+        )
     what = f"drafts {len(ids)} of {subject.spec.vocab_size} tokens: a round ends where the target writes another one"
     yield TrapFinding("note", "any", what, "compare its acceptance with that of the whole vocabulary")
 

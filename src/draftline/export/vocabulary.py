@@ -53,3 +53,14 @@ def read_vocabulary(weights: Mapping[str, Tensor], where: str) -> tuple[int, ...
     if can is not None and tuple(can.flatten().nonzero().flatten().tolist()) != ids:
         raise UserError("t2d and d2t tell different vocabularies", where=where, mend=mend)
     return ids
+
+
+def refuse_idle_map(weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises UserError for a map to other tokens beside a head of the whole vocabulary: vLLM would apply it."""
+    offsets = weights.get(TO_TARGET)
+    if offsets is not None and bool((offsets != 0).any()):
+        raise UserError(
+            "d2t maps draft tokens to others, but config.json drafts from the whole vocabulary",
+            where=where,
+            mend="give the config.json that belongs to these weights",
+        )

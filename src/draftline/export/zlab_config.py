@@ -102,7 +102,7 @@ def transformer_config(spec: DrafterSpec) -> dict[str, Any]:
 def refuse_unservable(spec: DrafterSpec) -> None:
     """Raises UserError for semantics that z-lab's class does not have."""
     sliding = "sliding_attention" in spec.layer_types
-    reason = None
+    reason, mend = None, "train without it"
     rope_type = spec.rope_parameters.get("rope_type", "default")
     if sliding and spec.window_origin != "query":
         reason = f"window_origin {spec.window_origin!r}: z-lab's class measures the window from the query"
@@ -114,8 +114,9 @@ def refuse_unservable(spec: DrafterSpec) -> None:
         reason = "partial_rotary_factor below 1: z-lab's class rotates whole heads"
     elif spec.draft_vocabulary is not None:
         reason = f"a head of {len(spec.draft_vocabulary)} tokens: z-lab's class drafts from the whole vocabulary"
+        mend = "export with --format speculators"
     if reason is not None:
-        raise UserError(f"cannot be served from z-lab's format, {reason}", where="export", mend="train without it")
+        raise UserError(f"cannot be served from z-lab's format, {reason}", where="export", mend=mend)
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:

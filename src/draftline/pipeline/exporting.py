@@ -29,7 +29,7 @@ from draftline.pipeline.checkpoint import Checkpoint, CheckpointError, read_chec
 from draftline.pipeline.choice import NEWEST, choose_checkpoint
 from draftline.pipeline.core import LedgerState
 from draftline.pipeline.provenance import evaluation_facts, run_provenance
-from draftline.pipeline.pruning import data_of_run, head_rows, prune_spec
+from draftline.pipeline.pruning import data_of_run, head_rows, prune_spec, target_ends
 from draftline.pipeline.run_folder import CONFIG_FILE
 from draftline.target.facts import TargetFacts, target_facts
 
@@ -78,11 +78,13 @@ def export_run(
     drafter, facts = _source(_chosen(source, checkpoint)[0], known, keeps_vocabulary=form == "speculators")
     if known is not None:
         check_target(drafter.spec, known, where=f"--target {target}")
+    facts |= evaluation_facts(reports) | _named(target, known)
     if vocabulary is not None:
         size, data = vocabulary
-        drafter.spec, used = prune_spec(drafter.spec, size, data_of_run(source) if data is None else data)
+        data = data_of_run(source) if data is None else data
+        ends = target_ends(_lender(source, facts)) if form == "speculators" else ()
+        drafter.spec, used = prune_spec(drafter.spec, size, data, text_ends=ends)
         facts["draft_vocabulary"] = {"tokens": size, "used in the data": used}
-    facts |= evaluation_facts(reports) | _named(target, known)
     if form == "speculators":
         named = Verifier(str(facts.get("target") or ""), tuple(facts.get("target_architectures") or ()))
         head_DH = None if drafter.spec.draft_vocabulary is None else head_rows(drafter.spec, _lender(source, facts))

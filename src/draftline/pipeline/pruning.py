@@ -19,11 +19,15 @@ from draftline.data.shards import TokenDataset
 from draftline.drafter.spec import check_target
 from draftline.errors import UserError
 from draftline.target.facts import target_facts
+from draftline.target.load import load_tokenizer, tokenizer_stop_ids
 from draftline.target.remote.lender import load_lender
 
 
-def prune_spec(spec: DrafterSpec, size: int, data: Path) -> tuple[DrafterSpec, int]:
+def prune_spec(spec: DrafterSpec, size: int, data: Path, *, text_ends: Iterable[int] = ()) -> tuple[DrafterSpec, int]:
     """The spec with the `size` tokens that answers in a prepared folder use most; tokens that end text are always kept.
+
+    Args:
+        text_ends: of the target, see `target_ends`; a drafter of others often names none.
 
     Returns:
         (spec, how many of the kept tokens the data use or end text): the others fill it up, lowest ids first.
@@ -35,7 +39,7 @@ def prune_spec(spec: DrafterSpec, size: int, data: Path) -> tuple[DrafterSpec, i
     if spec.dflash2 is not None:
         raise UserError("a DFlash2 drafter drafts from the whole vocabulary", where=where, mend="leave it out")
     ends = spec.eos_token_id if isinstance(spec.eos_token_id, list) else [spec.eos_token_id]
-    always = {token for token in ends if token is not None}
+    always = {token for token in ends if token is not None} | set(text_ends)
     outside = sorted(token for token in always if not 0 <= token < spec.vocab_size)
     if outside:
         what = f"the end-of-text token {outside[0]} is outside the drafter's vocabulary of {spec.vocab_size}"
@@ -76,6 +80,15 @@ def common_tokens(
     counts[list(always)] = np.iinfo(np.int64).max
     kept = np.sort(np.argsort(-counts, kind="stable")[:size])
     return tuple(kept.tolist()), int((counts[kept] > 0).sum())
+
+
+def target_ends(target: TargetConfig) -> frozenset[int]:
+    """Tokens that end an answer, of the target's configuration, tokenizer and chat template.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    return frozenset((*target_facts(target).eos_token_ids, *tokenizer_stop_ids(load_tokenizer(target))))
 
 
 def head_rows(spec: DrafterSpec, target: TargetConfig) -> torch.Tensor:

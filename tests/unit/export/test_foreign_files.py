@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,32 @@ def test_a_report_that_tells_nonsense_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"results": [result]}))
     with pytest.raises(UserError, match="acceptance_length: Input should be a valid number"):
         evaluation_facts([tmp_path / "report.json"])
+
+
+@pytest.mark.parametrize(
+    "name", ["/models/My Model", "a/b; rm -rf ~", "a/$(id)", "a/b'c", 'a/"b"', "a/b\nimport: x", "a/b: c"]
+)
+def test_a_targets_name_is_one_word_of_each_command_and_no_line_of_its_own(
+    path: Path, tmp_path: Path, name: str
+) -> None:
+    edit(path / "draftline.json", lambda card: card["provenance"].update(target=name))
+    export_run(path, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    shown = name.replace("\n", " ")
+    commands = [shlex.split(line) for line in card.splitlines() if line.startswith("    ")]
+    assert len(commands) == 2 and all(shown in words for words in commands)
+    assert json.loads(commands[0][commands[0].index("--speculative-config") + 1])["num_speculative_tokens"] == 3
+    assert "base_model" not in card and "\nimport: x" not in card
+
+
+def test_a_map_beside_the_whole_vocabulary_is_refused(speculators: Path, tmp_path: Path) -> None:
+    """vLLM would draft other tokens than the head gives."""
+    put(speculators, d2t=torch.zeros(13, dtype=torch.int64))
+    assert check_export(speculators, num_target_layers=4).good_for == ("vllm",)
+    put(speculators, d2t=torch.tensor([1, -1] + [0] * 11))
+    assert any("d2t maps draft tokens" in f.what for f in check_export(speculators, num_target_layers=4).findings)
+    with pytest.raises(UserError, match="d2t maps draft tokens"):
+        import_checkpoint(speculators, tmp_path / "mine", num_target_layers=4)
 
 
 def test_half_a_character_in_a_name_does_not_stop_the_card(path: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decoding_kit import tiny_spec
+from decoding_kit import tiny_spec, tiny_target
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
 from draftline.export.check import CheckReport, check_export
@@ -224,6 +224,16 @@ def test_what_vllm_takes_from_the_speculators_config_is_checked(tmp_path: Path, 
 def test_a_mask_token_that_ends_text_is_refused(tmp_path: Path) -> None:
     path = _zlab(tmp_path, eos_token_id=[3, 12])
     assert any("end-of-text" in line for line in _refusals(_check(path)))
+
+
+def test_a_mask_token_that_ends_the_targets_text_is_refused_where_the_file_names_no_end(tmp_path: Path) -> None:
+    """As speculators writes its files; the target tells."""
+    path = _speculators(tmp_path)
+    (path / "draftline.json").unlink()
+    for name, ids in (("end-of-text", {"eos_token_id": [3, 12]}), ("padding", {"pad_token_id": 12})):
+        facts = tiny_target(**ids).facts
+        assert any(name in line for line in _refusals(check_export(path, target=facts)))
+    assert not any("mask_token_id" in line for line in _refusals(check_export(path, target=tiny_target().facts)))
 
 
 def test_embedding_and_logit_factors_are_said_for_vllm(tmp_path: Path) -> None:
