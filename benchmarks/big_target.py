@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from draftline.config.schema import TargetConfig
+from draftline.target.backend import resolve_attention
 from draftline.target.facts import facts_from_hf
-from draftline.target.load import LoadedTarget, resolve_attention, resolve_dtype, wrap_model
+from draftline.target.load import LoadedTarget, resolve_dtype, wrap_model
 
 LAYERS = 64
 _BIG = {

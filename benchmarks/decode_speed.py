@@ -41,8 +41,9 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.spec import build_spec
 from draftline.errors import DraftlineError
 from draftline.evaluate.command import find_drafter
+from draftline.target.backend import masked_attention
 from draftline.target.facts import facts_from_hf
-from draftline.target.load import LoadedTarget, load_target, masked_attention, wrap_model
+from draftline.target.load import LoadedTarget, load_target, wrap_model
 from measure import environment
 
 BIG = Qwen3Config(

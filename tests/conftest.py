@@ -67,7 +67,9 @@ def tiny_sizes(**changes: Any) -> dict[str, Any]:
 
 
 def tiny_config(kind: str) -> Any:
-    """Configuration of a tiny target: qwen3, llama_tied, gemma2, mistral_sliding, qwen3_next, gemma3_multimodal."""
+    """Configuration of a tiny target: qwen3, llama_tied, gemma2, mistral_sliding, gpt_oss, qwen3_next,
+    gemma3_multimodal.
+    """
     import transformers as hf
 
     if kind == "qwen3":
@@ -81,6 +83,11 @@ def tiny_config(kind: str) -> Any:
         )
     if kind == "mistral_sliding":
         return hf.MistralConfig(**tiny_sizes(sliding_window=8))
+    if kind == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        return hf.GptOssConfig(
+            **tiny_sizes(sliding_window=8, layer_types=kinds, num_local_experts=2, num_experts_per_tok=1)
+        )
     if kind == "qwen3_next":
         return hf.Qwen3NextConfig(**tiny_sizes(**_hybrid_sizes()))
     if kind == "gemma3_multimodal":

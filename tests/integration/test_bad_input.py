@@ -195,6 +195,6 @@ def test_trees_get_a_backend_that_takes_their_mask_and_keeps_the_targets_cap(
     make_tiny_target: Any, kind: str, backend: str
 ) -> None:
     from draftline.config.schema import TargetConfig
-    from draftline.target.load import masked_attention
+    from draftline.target.backend import masked_attention
 
     assert masked_attention(TargetConfig(model=str(make_tiny_target(kind)))) == backend

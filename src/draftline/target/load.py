@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from draftline.config.schema import TargetConfig
 from draftline.errors import UserError
 from draftline.products import widen_head
 from draftline.records import FrozenEmbedding, FrozenHead
+from draftline.target.backend import resolve_attention
+from draftline.target.continuation import carries_state
 from draftline.target.facts import (
     NONSENSE,
     TargetFacts,
@@ -109,6 +112,11 @@ class LoadedTarget:
     def vocab_size(self) -> int:
         """Rows of the embedding, which may be more than the tokenizer's tokens."""
         return int(self.embedding.weight_VH.shape[0])
+
+    @cached_property
+    def carries_state_through_blocks(self) -> bool:
+        """False if the model forgets its recurrent state where several tokens follow at once; see `continuation`."""
+        return carries_state(self.model, self.vocab_size, self.device)
 
     @property
     def has_recurrent_layers(self) -> bool:
@@ -217,35 +225,6 @@ def resolve_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def resolve_attention(config: TargetConfig, device: torch.device, dtype: torch.dtype, text_config: Any = None) -> str:
-    """`auto` is flash_attention_2 where that package, a CUDA device and a 16-bit dtype meet, else sdpa; eager for a
-    model with soft-capped attention scores, which sdpa would leave out without a word.
-
-    Raises:
-        UserError: sdpa was asked for by name for such a model.
-    """
-    capped = getattr(text_config, "attn_logit_softcapping", None) is not None
-    if config.attention == "sdpa" and capped:
-        raise UserError(
-            "the model caps its attention scores, which sdpa leaves out",
-            where="target.attention",
-            mend="use auto, eager or flash_attention_2",
-        )
-    if config.attention != "auto":
-        return config.attention
-    from transformers.utils import is_flash_attn_2_available
-
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available():
-        return "flash_attention_2"
-    return "eager" if capped else "sdpa"
-
-
-def masked_attention(config: TargetConfig) -> str:
-    """A backend that takes any attention mask, as trees need it, and that computes what the model means."""
-    text_config = load_hf_config(config).get_text_config(decoder=True)
-    return "eager" if getattr(text_config, "attn_logit_softcapping", None) is not None else "sdpa"
-
-
 def tokenizer_stop_ids(tokenizer: Any) -> frozenset[int]:
     """The tokenizer's end token, and the special token that its chat template puts behind an assistant's answer."""
     stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
@@ -285,7 +264,7 @@ def _read_model(config: TargetConfig, hf_config: Any, dtype: torch.dtype, device
                 source.name,
                 config=hf_config,
                 dtype=dtype,
-                attn_implementation=resolve_attention(config, device, dtype, hf_config.get_text_config(decoder=True)),
+                attn_implementation=resolve_attention(config, device, dtype, hf_config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **quantization_kwargs(config),

@@ -19,7 +19,7 @@ from draftline.errors import UserError
 from draftline.target.load import LoadedTarget, load_target
 
 VOCAB = 400
-FAMILIES = ("qwen3", "llama_tied", "gemma2", "mistral_sliding", "gemma3_multimodal")
+FAMILIES = ("qwen3", "llama_tied", "gemma2", "mistral_sliding", "gpt_oss", "gemma3_multimodal")
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from draftline.config.schema import TargetConfig
 from draftline.errors import UserError
 from draftline.target import load as load_module
+from draftline.target.backend import masked_attention, resolve_attention
 from draftline.target.load import (
     LoadedTarget,
     load_target,
     load_tokenizer,
-    resolve_attention,
     resolve_dtype,
     tokenizer_stop_ids,
 )
@@ -122,6 +122,15 @@ def test_capped_attention_scores_are_never_left_out_by_sdpa(
     config = TargetConfig(model=str(make_tiny_target("gemma2")), attention="sdpa")
     with pytest.raises(UserError, match="caps its attention scores"):
         load_target(config, "cpu", tokenizer=tiny_tokenizer)
+
+
+def test_a_model_that_refuses_sdpa_runs_in_its_own_code(
+    load_tiny: LoadTiny, make_tiny_target: Callable[..., Path]
+) -> None:
+    """gpt-oss: attention sinks, for which neither sdpa nor flash_attention_2 has a place."""
+    target, config = load_tiny("gpt_oss"), TargetConfig(model=str(make_tiny_target("gpt_oss")))
+    assert target.attention == masked_attention(config) == "eager"
+    assert resolve_attention(config, torch.device("cuda:0"), torch.bfloat16, target.model.config) == "eager"
 
 
 def test_the_token_that_ends_a_turn_stops_even_if_it_is_not_eos(tiny_tokenizer: Any) -> None:
