@@ -49,6 +49,9 @@ class RollbackCache:
     """
 
     def __init__(self, target: LoadedTarget) -> None:
+        takes_cache = getattr(target.model, "_supports_default_dynamic_cache", None)
+        if takes_cache is not None and not takes_cache():
+            raise _own_cache()
         self.hf = DynamicCache(config=target.model.config)
         self.length = 0
         self._linear = [layer for layer in self.hf.layers if isinstance(layer, LinearAttentionLayer)]
@@ -68,6 +71,19 @@ class RollbackCache:
                 where="decode",
                 mend="use plain decoding of your server for this target",
             )
+
+    def require_use(self) -> None:
+        """Raises UserError if the forward before has left the cache empty: the model keeps its state elsewhere."""
+        states = [
+            is_set
+            for layer in self._linear
+            for is_set in (
+                *layer.is_conv_states_initialized.values(),
+                *layer.is_recurrent_states_initialized.values(),
+            )
+        ]
+        if not all(layer.is_initialized for layer in self._attention) or (self._linear and not any(states)):
+            raise _own_cache()
 
     @property
     def windows(self) -> list[int | None]:
@@ -113,6 +129,14 @@ class RollbackCache:
                 layer.crop(-n_removed)
             else:
                 DynamicLayer.crop(layer, -n_removed)
+
+
+def _own_cache() -> UserError:
+    return UserError(
+        "the target keeps its state elsewhere than in the cache it is handed, so drafts cannot be taken back",
+        where="decode",
+        mend="use plain decoding of your server for this target",
+    )
 
 
 def _clone(states: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor | None]:

@@ -57,6 +57,7 @@ class TargetSession:
         """
         ids_N = torch.as_tensor(ids, dtype=torch.long, device=self.target.device)
         logits_NV, taps_NF = self._forward(ids_N, last_only=True)
+        self.cache.require_use()
         self.cache.keep(len(ids), len(ids))
         return logits_NV[-1], taps_NF
 
@@ -68,6 +69,8 @@ class TargetSession:
         """
         if tree is not None:
             self.refuse_tree()
+        if self.cache.is_recurrent and ids_N.shape[0] > 1:
+            _require_carried_state(self.target)
         self._snapshot = self.cache.snapshot()
         self._appended_N = ids_N
         self.n_forwards += 1
@@ -158,6 +161,16 @@ def slices_logits(target: LoadedTarget) -> bool:
     return "logits_to_keep" in inspect.signature(target.model.forward).parameters
 
 
+def _require_carried_state(target: LoadedTarget) -> None:
+    if not target.carries_state_through_blocks:
+        raise UserError(
+            f"{target.facts.model_type} forgets its recurrent state where several tokens follow at once, so a block "
+            "cannot be verified",
+            where="decode",
+            mend="use plain, and tree@N counted along its text",
+        )
+
+
 def require_masks(target: LoadedTarget, what: str, *, mend: str) -> None:
     """Raises UserError if `what`, a mask of our own making, cannot be given to this target's layers."""
     kinds = set(getattr(target.text_config, "layer_types", None) or ())
@@ -168,12 +181,26 @@ def require_masks(target: LoadedTarget, what: str, *, mend: str) -> None:
             where="decode",
             mend=mend,
         )
+    if _counts_distance_in_columns(target):
+        raise UserError(
+            f"the target ({target.facts.model_type}) weighs keys by their place in the cache (ALiBi), for which {what} "
+            "is not known",
+            where="decode",
+            mend=mend,
+        )
     if target.attention not in ("sdpa", "eager"):
         raise UserError(
             f"attention backend {target.attention} does not take {what}",
             where="target.attention",
             mend="use sdpa or eager",
         )
+
+
+def _counts_distance_in_columns(target: LoadedTarget) -> bool:
+    """True for attention biases by distance (ALiBi): siblings of a tree share a position, but not a column."""
+    text = target.text_config
+    own = getattr(text, "attn_config", None)
+    return text.model_type == "bloom" or bool(getattr(text, "alibi", False)) or bool(getattr(own, "alibi", False))
 
 
 @contextmanager
