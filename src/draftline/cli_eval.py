@@ -111,10 +111,11 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
 
 
 def _tell(report: EvalReport, output: Path | None, plot: Path | None) -> None:
-    """Prints the report and writes its files."""
-    report.print()
+    """Writes the report before it prints it: nobody shall lose hours of decoding to a closed terminal."""
     if output is not None:
         report.write(output)
+    report.print()
+    if output is not None:
         typer.echo(f"report: {output}")
     if plot is not None:
         from draftline.evaluate.plots import write_plots

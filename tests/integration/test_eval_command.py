@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,23 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run: Path
         choose_checkpoint(tmp_path)
     with pytest.raises(UserError, match="an export, which holds one drafter"):
         find_drafter(run / "best", "newest-but-one")
+
+
+def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_and_said(
+    run: Path, tiny_target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(run, tmp_path / "broken"))
+    first, newest = list_checkpoints(broken)
+    (newest / "state.json").write_text("{}")
+    options = ["--methods", "chain", "--max-new-tokens", 3, "--skip-bad-rows", "--output", tmp_path / "report.json"]
+    code, _ = invoke("eval", "--target", tiny_target_dir, "--drafter", broken, "--prompts", prompts, *options)
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["drafters"]["broken"]["checkpoint"] == first.name
+    assert any(f"passed over {newest / 'state.json'}" in line for line in report["warnings"])
+    code, said = invoke("export", broken, "--output", tmp_path / "export")
+    assert code == 0
+    assert f"passed over: {newest / 'state.json'}" in said.replace("\n", "")
 
 
 def test_compare_asks_whether_the_second_drafter_is_better_than_the_first(

@@ -39,7 +39,7 @@ def preview(path: Path, tokenizer: Any, *, n_samples: int, seed: int = 0, consol
         console.print(f"{OPEN}supervised{CLOSE} not supervised", markup=False)
     for index in chosen_samples(len(data), n_samples, seed):
         sample = data.sample(index)
-        console.rule(f"{sample.sample_id}: {_counts(sample)}", characters="-", align="left")
+        console.rule(Text(f"{sample.sample_id}: {_counts(sample)}"), characters="-", align="left")
         console.print(marked_text(tokenizer, sample, colours=colours))
 
 

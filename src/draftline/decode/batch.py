@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from draftline.decode.buffers import KeyValueBuffers, Place, RowForward, check_buffer_memory, lay_out
 from draftline.decode.cache import RollbackCache
 from draftline.decode.draft_batch import draft_together
 from draftline.decode.generation import Generation
+from draftline.decode.memory import free_bytes
 from draftline.decode.steps import Draft, Extend, Forwarded, Prefill, Request, Steps
 from draftline.decode.target_session import require_masks, slices_logits, tapped
 from draftline.errors import UserError
@@ -182,13 +182,6 @@ def require_rows(target: LoadedTarget) -> RollbackCache:
         )
     require_masks(target, "a mask by row", mend="decode one prompt at a time: batch 1, no compiled decoding")
     return cache
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 @dataclass(slots=True)

@@ -215,8 +215,8 @@ def device_clock(device: torch.device | str) -> Callable[[], float]:
     return clock
 
 
-def check_context(target: LoadedTarget, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises UserError if prompt and answer together do not fit the target's context.
+def check_context(target: LoadedTarget, prompt_tokens: int, max_new_tokens: int, *, where: str = "decode") -> None:
+    """Raises UserError if prompt and answer together do not fit the target's context; `where` names the prompt.
 
     Nor may a text cross the length at which the target's rotary frequencies change: a forward that reaches across it
     rotates all of its tokens otherwise than one token at a time would, so no block there is lossless.
@@ -225,7 +225,7 @@ def check_context(target: LoadedTarget, prompt_tokens: int, max_new_tokens: int)
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones exceed the target's context of {limit}",
-            where="decode",
+            where=where,
             mend="shorten the prompt or lower max_new_tokens",
         )
     edge = target.facts.rope_changes_at
@@ -233,6 +233,6 @@ def check_context(target: LoadedTarget, prompt_tokens: int, max_new_tokens: int)
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones cross the length of {edge} tokens, at "
             "which the target's rotary embedding changes",
-            where="decode",
+            where=where,
             mend="keep prompt and answer together below it, or the prompt above it",
         )

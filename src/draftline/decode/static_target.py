@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from draftline.decode.batch import free_bytes, require_rows
+from draftline.decode.batch import require_rows
 from draftline.decode.buffers import KeyValueBuffers, Masks, Place, RowForward, check_buffer_memory, lay_out
 from draftline.decode.generation import device_clock
+from draftline.decode.memory import free_bytes
 from draftline.decode.static_call import Outputs, StaticCall, StaticCompiler, column_stops, smallest_fit
 from draftline.decode.steps import Forwarded, TreeLayout
 from draftline.decode.target_session import slices_logits

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from draftline.decode.budget import BudgetRule
 from draftline.decode.generation import Generation
+from draftline.decode.memory import free_bytes
 from draftline.decode.path_tree import block_marginals
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
 from draftline.decode.steps import (
@@ -92,15 +92,12 @@ def check_tree_memory(target: LoadedTarget, budget: int, context_tokens: int, *,
     """
     nodes, size = budget + 1, target.dtype.itemsize
     needed_bytes = rows * nodes * (target.vocab_size * (size + 8) + (context_tokens + nodes) * size)
-    if target.device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(target.device)[0]
-    else:
-        free_bytes = psutil.virtual_memory().available
-    if needed_bytes > free_bytes:
+    free = free_bytes(target.device)
+    if needed_bytes > free:
         raise UserError(
-            f"a tree of {budget} drafts needs {needed_bytes / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} are free",
+            f"a tree of {budget} drafts needs {needed_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} are free",
             where="decode",
-            mend=f"a budget up to {max(1, budget * free_bytes // needed_bytes)} fits",
+            mend=f"a budget up to {max(1, budget * free // needed_bytes)} fits",
         )
 
 

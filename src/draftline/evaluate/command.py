@@ -15,7 +15,7 @@ from draftline.config.schema import TargetConfig
 from draftline.data.conversations import Tally
 from draftline.errors import UserError
 from draftline.evaluate.entries import Decoding
-from draftline.evaluate.methods import parse_methods
+from draftline.evaluate.methods import parse_methods, require_drafters
 from draftline.evaluate.prompts import EvalPrompt, load_prompt_set
 from draftline.evaluate.report import EvalReport
 from draftline.evaluate.runner import ONE_AT_A_TIME, evaluate
@@ -62,6 +62,7 @@ def evaluate_files(
     from draftline.target.load import load_tokenizer
 
     # A mistake in the methods should not wait for the weights.
+    require_drafters(parse_methods(methods), len(drafters))
     target = _with_masks(target, methods, decoding)
     sources = [find_drafter(path, checkpoint) for path in drafters]
     layers = target_facts(target).num_layers if drafters else None
@@ -92,7 +93,7 @@ def evaluate_files(
 
 def _with_masks(target: TargetConfig, methods: Sequence[str], decoding: Decoding) -> TargetConfig:
     """The target with an attention backend that takes masks of ours, where the methods need them."""
-    from draftline.target.load import masked_attention
+    from draftline.target.backend import masked_attention
 
     needed = any(method.is_tree for method in parse_methods(methods)) or decoding.batch > 1 or decoding.compile != "off"
     if not needed or target.attention != "auto":
@@ -121,11 +122,13 @@ class DrafterSource:
         path: as given: an export, or a run folder.
         folder: what is read: an export, or a checkpoint of the run.
         label: which checkpoint of a run; None for an export.
+        passed_over: newer checkpoints of the run that are not whole, one line each.
     """
 
     path: Path
     folder: Path
     label: str | None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def is_export(self) -> bool:
@@ -172,13 +175,15 @@ def find_drafter(path: Path, checkpoint: str = NEWEST) -> DrafterSource:
             raise UserError("is an export, which holds one drafter", where=str(path), mend="leave --checkpoint out")
         return DrafterSource(path, path, None)
     choice = choose_checkpoint(path, checkpoint)
-    return DrafterSource(path, choice.folder, choice.label)
+    return DrafterSource(path, choice.folder, choice.label, choice.passed_over)
 
 
 def _with_sources(report: EvalReport, sources: Mapping[str, DrafterSource], tally: Tally) -> EvalReport:
-    """The report with where each drafter came from, and with the rows that were left out."""
+    """The report with where each drafter came from, and with the checkpoints and rows that were left out."""
     drafters = {name: facts | sources[name].facts() for name, facts in report.drafters.items()}
-    return report.model_copy(update={"drafters": drafters, "warnings": [*report.warnings, *_left_out(tally)]})
+    passed = [f"drafter {name}: passed over {line}" for name in sources for line in sources[name].passed_over]
+    warnings = [*report.warnings, *passed, *_left_out(tally)]
+    return report.model_copy(update={"drafters": drafters, "warnings": warnings})
 
 
 def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
@@ -191,11 +196,11 @@ def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
 @contextmanager
 def progress_bar() -> Iterator[Report]:
     """A bar on a terminal; in a log a plain line now and then."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)  # drafters are named after folders, whatever these hold
     if not console.is_terminal:
         yield _plain_progress(console)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("decoding", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)

@@ -18,7 +18,7 @@ from draftline.decode.steps import DraftModel, Session, Steps, Task
 from draftline.decode.tree_generate import tree_steps
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
-from draftline.evaluate.methods import Method
+from draftline.evaluate.methods import Method, require_drafters
 from draftline.evaluate.solo import Sessions
 
 if TYPE_CHECKING:
@@ -117,11 +117,9 @@ def bind(
     """Drafters with their target's embedding and head.
 
     Raises:
-        UserError: a method needs a drafter and there is none; a drafter for another target.
+        UserError: a method needs a drafter and there is none; a drafter that none needs, or for another target.
     """
-    needing = [m.name for m in methods if m.needs_drafter]
-    if needing and not drafters:
-        raise UserError(f"{', '.join(needing)} needs a drafter", where="evaluate", mend="give one, or drop the method")
+    require_drafters(methods, len(drafters))
     return {
         name: BoundDrafter(drafter, target) if isinstance(drafter, Drafter) else drafter
         for name, drafter in drafters.items()

@@ -44,6 +44,17 @@ def parse_methods(names: Sequence[str]) -> list[Method]:
     return methods
 
 
+def require_drafters(methods: Sequence[Method], n_drafters: int) -> None:
+    """Raises UserError for methods without the drafter they need, and for drafters that no method asks."""
+    needing = [m.name for m in methods if m.needs_drafter]
+    if needing and not n_drafters:
+        raise UserError(f"{', '.join(needing)} needs a drafter", where="evaluate", mend="give one, or drop the method")
+    if n_drafters and not needing:
+        raise UserError(
+            "a drafter is given, but no method drafts with it", where="evaluate", mend="add chain or tree@N"
+        )
+
+
 def _parse(name: str) -> Method:
     if name in ("plain", "lookup", "chain", "adaptive"):
         return Method(name)

@@ -56,14 +56,14 @@ def load_prompt_set(
     tally = Tally(skip_bad_rows=False) if tally is None else tally
     prompts: list[EvalPrompt] = []
     for row in read_conversations([str(path)], tally):
-        if limit is not None and len(prompts) >= limit:
-            break
         try:
             ids = prompt_ids(template, prompt_part(row.messages), row.tools)
         except (BadRowError, TemplateRefusedError) as error:
             tally.reject(getattr(error, "reason", "template"), str(error), f"{path}:{row.line}")
             continue
         prompts.append(EvalPrompt(row.id, tuple(ids), row.category, row.language))
+        if len(prompts) == limit:
+            break  # what stands behind is not looked at
     if not prompts:
         raise UserError("holds no usable prompt", where=str(path), mend="give at least one")
     return prompts

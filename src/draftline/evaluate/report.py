@@ -88,7 +88,7 @@ class MethodResult(_Data):
         full_block_share: share of unclipped rounds in which every slot was accepted.
         mean_tree_nodes: drafts verified a round, the root not counted.
         timed_prompts: prompts decoded one at a time; prefill_s, decode_s, tokens_per_s and speedup are of these alone.
-        tokens_per_s: output tokens by decoding seconds, prefill left out. speedup: against plain in the same run.
+        tokens_per_s: tokens behind the prefill's own by decoding seconds. speedup: against plain in the same run.
         speedup_interval: by prompt.
         batch_tokens_per_s: output tokens of all prompts by the seconds of their batches, prefills included.
     """

@@ -30,8 +30,16 @@ from draftline.evaluate.prompts import EvalPrompt, check_prompts
 from draftline.evaluate.report import ALL_SETS, Comparison, EvalReport, MethodResult, TreeRounds
 from draftline.evaluate.rounds import tree_rounds
 from draftline.evaluate.solo import Sessions
-from draftline.evaluate.stats import paired_difference
-from draftline.evaluate.summary import Case, Sample, compare_outputs, machine_eps, summarise
+from draftline.evaluate.stats import LEAST_PROMPTS, paired_difference
+from draftline.evaluate.summary import (
+    Case,
+    Sample,
+    by_prompt,
+    compare_outputs,
+    counts_by_prompt,
+    machine_eps,
+    summarise,
+)
 from draftline.limits import MAX_SEED
 
 if TYPE_CHECKING:
@@ -148,9 +156,10 @@ def evaluate(
 
 def _check_suite(target: LoadedTarget, prompt_sets: Mapping[str, Sequence[EvalPrompt]], max_new_tokens: int) -> None:
     check_prompts(prompt_sets, vocab_size=target.vocab_size)
-    for members in prompt_sets.values():
+    for name, members in prompt_sets.items():
         for prompt in members:
-            check_context(target, len(prompt.input_ids), max_new_tokens)
+            where = f"{name}, {prompt.prompt_id}"
+            check_context(target, len(prompt.input_ids), max_new_tokens, where=where)
     if ALL_SETS in prompt_sets:
         raise UserError(f"a prompt set cannot be called {ALL_SETS!r}", where="evaluate", mend="rename it")
 
@@ -298,7 +307,7 @@ def _comparisons(run: _Run, drafters: Mapping[str, DraftModel], methods: Sequenc
 
 
 def _compared(run: _Run, method: str, a: tuple[str, DraftModel], b: tuple[str, DraftModel]) -> Comparison | None:
-    left, right = ([s.counts for s in run.samples[method, name]] for name, _ in (a, b))
+    left, right = (counts_by_prompt(run.samples[method, name]) for name, _ in (a, b))
     difference = paired_difference(left, right)
     if difference is None:
         return None
@@ -334,6 +343,17 @@ def _warnings(run: _Run, drafters: Mapping[str, DraftModel]) -> list[str]:
     """Things that do not stop an evaluation but must be known."""
     samples = run.samples.get(("plain", None), next(iter(run.samples.values()), []))
     found = mask_token_warnings([s.generation.output_ids for s in samples], drafters)
+    different = by_prompt(samples)
+    if repeated := len(samples) - len(different):
+        found.append(
+            f"{repeated} of {len(samples)} prompts repeat others token for token: intervals and comparisons count each "
+            "prompt once"
+        )
+    if len(drafters) > 1 and sum(any(s.counts.rounds for s in same) for same in different) < 2:
+        found.append(
+            "the drafters are not compared: that takes two different prompts with a round each, and "
+            f"{LEAST_PROMPTS} before one is called better"
+        )
     greedy = run.decoding.sampling.is_greedy
     if run.target.dtype != torch.float32 and greedy:
         found.append(

@@ -30,6 +30,9 @@ class PromptCounts:
     tokens: int
     rounds: int
 
+    def __add__(self, other: PromptCounts) -> PromptCounts:
+        return PromptCounts(self.tokens + other.tokens, self.rounds + other.rounds)
+
 
 def pooled(counts: Sequence[PromptCounts]) -> float | None:
     """Tokens per round over all prompts; None without a round."""

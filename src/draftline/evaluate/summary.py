@@ -32,6 +32,22 @@ class Sample:
         return PromptCounts(sum(self.generation.acceptance_lengths), len(self.generation.acceptance_lengths))
 
 
+def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples of the same prompt together, token for token the same, in the order of their first ones.
+
+    Intervals and comparisons count prompts. One that is asked again, whatever its id, set or seed, is no second prompt.
+    """
+    found: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.prompt.input_ids, []).append(sample)
+    return list(found.values())
+
+
+def counts_by_prompt(samples: Sequence[Sample]) -> list[PromptCounts]:
+    """Tokens and rounds of each different prompt."""
+    return [sum((s.counts for s in same), PromptCounts(0, 0)) for same in by_prompt(samples)]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What a result is about. `near_tie_eps` is the target dtype's machine epsilon."""
@@ -68,7 +84,7 @@ def summarise(
         n_prompts=len(chosen),
         output_tokens=sum(len(g.output_ids) for g in runs),
         acceptance_length=pooled(counts),
-        interval=interval(counts),
+        interval=interval(counts_by_prompt(chosen)),
         acceptance_length_unclipped=pooled([_unclipped(g) for g in runs]),
         target_forwards=forwards,
         replay_forwards=sum(g.replay_forwards for g in runs),
@@ -162,8 +178,10 @@ def _speedup(samples: Sequence[Sample]) -> float | None:
 
 
 def _speedup_interval(samples: Sequence[Sample]) -> tuple[float, float] | None:
-    pairs = [(s.generation, s.plain) for s in samples if s.plain is not None]
-    return speedup_interval([_tokens_and_s([a]) for a, _ in pairs], [_tokens_and_s([b]) for _, b in pairs])
+    prompts = by_prompt([s for s in samples if s.plain is not None])
+    own = [_tokens_and_s([s.generation for s in same]) for same in prompts]
+    plain = [_tokens_and_s([s.plain for s in same if s.plain is not None]) for same in prompts]
+    return speedup_interval(own, plain)
 
 
 def _groups(samples: Sequence[Sample]) -> list[GroupResult]:
@@ -174,19 +192,19 @@ def _groups(samples: Sequence[Sample]) -> list[GroupResult]:
     )
     groups = []
     for kind, names in kinds:
-        members: dict[str, list[PromptCounts]] = defaultdict(list)
+        members: dict[str, list[Sample]] = defaultdict(list)
         for name, sample in zip(names, samples, strict=True):
             if name is not None:
-                members[name].append(sample.counts)
+                members[name].append(sample)
         for name in sorted(members, key=lambda n: (first_length(n), n) if kind == "prompt length" else (0, n)):
-            counts = members[name]
+            own = members[name]
             groups.append(
                 GroupResult(
                     kind=kind,
                     name=name,
-                    n_prompts=len(counts),
-                    acceptance_length=pooled(counts),
-                    interval=interval(counts),
+                    n_prompts=len(own),
+                    acceptance_length=pooled([s.counts for s in own]),
+                    interval=interval(counts_by_prompt(own)),
                 )
             )
     return groups

@@ -1,10 +1,14 @@
-"""An evaluation as tables on the terminal."""
+"""An evaluation as tables on the terminal.
+
+Names of drafters, categories, prompts and files are the user's: they are printed as they are, never read as markup.
+"""
 
 from __future__ import annotations
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draftline.evaluate.report import ALL_SETS, Comparison, EvalReport, MethodResult
 
@@ -18,18 +22,18 @@ def print_report(report: EvalReport, console: Console | None = None) -> None:
     for name in shown:
         console.print(_result_table([r for r in report.results if r.prompt_set == name], name))
     for line in _notes(report):
-        console.print(line, style="dim", highlight=False)
+        console.print(Text(line, style="dim"))
     if report.tree_rounds:
         console.print(_tree_table(report))
         for found in report.tree_rounds:
-            console.print(found.promise, style="dim", highlight=False)
+            console.print(Text(found.promise, style="dim"))
     groups = _group_table([r for r in report.results if r.prompt_set == ALL_SETS])
     if groups is not None:
         console.print(groups)
     for comparison in report.comparisons:
-        console.print(comparison_line(comparison), highlight=False)
+        console.print(Text(comparison_line(comparison)))
     for warning in report.warnings:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        console.print(Text(f"warning: {warning}", style="yellow"))
 
 
 def comparison_line(c: Comparison) -> str:
@@ -69,7 +73,8 @@ def _tree_table(report: EvalReport) -> Table:
         table.add_column(column, justify="right")
     for found in report.tree_rounds:
         chain, tree = found.chain_tokens / found.rounds, found.tree_tokens / found.rounds
-        table.add_row(
+        _add_row(
+            table,
             found.drafter,
             found.method,
             str(found.rounds),
@@ -83,20 +88,23 @@ def _tree_table(report: EvalReport) -> Table:
 
 
 def _empty_table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return Table(title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))
 
 
 def _result_table(results: list[MethodResult], name: str) -> Table:
     title = "acceptance length" if name == ALL_SETS else f"acceptance length, {name}"
-    table = Table(
-        title=f"{title} ({results[0].n_prompts} prompts)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = _empty_table(f"{title} ({results[0].n_prompts} prompts)")
     for column in ("drafter", "method"):
         table.add_column(column, no_wrap=True)
     for column in ("tau", "95 %", "fwd/tok", "full", "tok/s", "speed-up", "equal"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(
+        _add_row(
+            table,
             result.drafter or "",
             result.method + (" replayed" if result.replayed else ""),
             _number(result.acceptance_length, ".2f"),
@@ -122,13 +130,13 @@ def _group_table(results: list[MethodResult]) -> Table | None:
     table.add_column("group")
     table.add_column("prompts", justify="right")
     for result in results:
-        table.add_column(f"{result.drafter or ''} {result.method}".strip(), justify="right")
+        table.add_column(Text(f"{result.drafter or ''} {result.method}".strip()), justify="right")
     for (kind, name), n_prompts in rows:
         cells = [
             next((_number(g.acceptance_length, ".2f") for g in r.groups if (g.kind, g.name) == (kind, name)), "")
             for r in results
         ]
-        table.add_row(f"{kind}: {name}", str(n_prompts), *cells)
+        _add_row(table, f"{kind}: {name}", str(n_prompts), *cells)
     return table
 
 

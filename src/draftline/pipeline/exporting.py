@@ -170,7 +170,8 @@ def _chosen(source: Path, checkpoint: str) -> tuple[Path, str]:
             raise UserError("is an export, which holds one drafter", where=str(source), mend="leave --checkpoint out")
         return source, ""
     choice = choose_checkpoint(source, checkpoint)
-    return choice.folder, f" ({choice.label} of {source})"
+    passed_over = "".join(f"; passed over: {line}" for line in choice.passed_over)
+    return choice.folder, f" ({choice.label} of {source}{passed_over})"
 
 
 def _source(source: Path, target: TargetFacts | None, *, keeps_vocabulary: bool) -> tuple[Drafter, dict[str, Any]]:

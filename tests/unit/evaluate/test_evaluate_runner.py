@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
 
 from decoding_kit import NoisyDrafter, OracleDrafter, greedy_text, random_prompt, tiny_spec, tiny_target
 from draftline.config.schema import TargetConfig
-from draftline.decode import tree_generate
 from draftline.decode.sampling import Sampling
 from draftline.drafter.model import Drafter
 from draftline.errors import UserError
@@ -138,8 +138,9 @@ def test_drafters_of_different_block_sizes_are_compared_with_a_note_and_few_prom
     parts: tuple[Any, list[EvalPrompt], list[list[int]]],
 ) -> None:
     target, prompts, texts = parts
-    drafters = {"short": OracleDrafter(texts[0], 13, 3, lambda *_: True), "long": Oracles(texts, 4)}
-    suite = {"s": [prompts[0]] * 5}
+    drafters = {"short": Oracles(texts, 4), "long": Oracles(texts, 4)}
+    drafters["short"].block_size = 3
+    suite = {"s": prompts[:5]}
     found = evaluate(target, drafters, suite, methods=["chain"], max_new_tokens=LIMIT)
     (comparison,) = found.comparisons
     assert comparison.difference > 0
@@ -267,7 +268,7 @@ def test_a_batch_larger_than_the_suite_takes_the_memory_of_the_suite(
     """Two prompts under a batch of 64 need what two rows need."""
     target, prompts, texts = parts
     memory = SimpleNamespace(available=1_000_000)
-    monkeypatch.setattr(tree_generate.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     asked: dict[str, Any] = {"methods": ["chain", "tree@100"], "max_new_tokens": 4}
     for batch in (2, 64):
         found = evaluate(target, {"o": Forking(texts, 4)}, {"s": prompts[:2]}, decoding=Decoding(batch=batch), **asked)
@@ -288,7 +289,7 @@ def test_bad_suites_are_refused_before_anything_is_decoded(
         evaluate(target, {}, {"s": []}, **plain)
     with pytest.raises(UserError, match="token 77 is outside the target's vocabulary of 13"):
         evaluate(target, {}, {"s": [EvalPrompt("p", (1, 77))]}, **plain)
-    with pytest.raises(UserError, match="exceed the target's context of 512"):
+    with pytest.raises(UserError, match=r"s, long: .* exceed the target's context of 512"):
         evaluate(target, {}, {"s": [*prompts, EvalPrompt("long", (1,) * 510)]}, **plain)
     with pytest.raises(UserError, match="chain needs a drafter"):
         evaluate(target, {}, {"s": prompts}, methods=["chain"], max_new_tokens=4)
