@@ -70,7 +70,7 @@ def test_a_model_that_forgets_its_state_within_a_block_is_decoded_plainly_and_it
 
 @pytest.mark.parametrize("carries", [True, False])
 def test_a_block_is_tried_once_a_target_and_a_model_that_carries_its_state_passes(carries: bool) -> None:
-    hybrid = {"layer_types": ["conv", "full_attention"] * 2}
+    hybrid: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
     config = hf.Lfm2Config(**SIZES, **hybrid) if carries else hf.JambaConfig(**SIZES, **JAMBA)
     target = random_target(config)
     assert target.carries_state_through_blocks is carries
