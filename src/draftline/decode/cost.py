@@ -46,7 +46,7 @@ def measure_cost_curve(
     """Times whole rounds behind `prompt_ids`: drafting apart, growing and verifying trees by their size.
 
     Args:
-        prompt_ids: a text of typical length: the cost depends on it.
+        prompt_ids: a text of typical length: the cost depends on it. A block's room below the target's context is kept.
         budgets: drafts of the trees to time, rising from 0; None takes the device's default.
         repeats: the median of so many timings counts, after one that does not.
         session: an empty one that taps the drafter's layers; None opens the usual kind.
@@ -55,6 +55,8 @@ def measure_cost_curve(
     clock = device_clock(target.device)
     session = TargetSession(target, drafter.taps) if session is None else session
     session.refuse_tree()
+    limit = getattr(target.text_config, "max_position_embeddings", None) or len(prompt_ids) + drafter.block_size
+    prompt_ids = prompt_ids[: max(1, limit - drafter.block_size)]
     _, taps_SF = session.prefill(prompt_ids)
     drafter.start()
     tokens, slots = [*prompt_ids, prompt_ids[-1]], drafter.block_size

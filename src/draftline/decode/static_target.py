@@ -87,9 +87,12 @@ class StaticTarget:
         session.prefill([0])
         for width in widths:
             for stop in self.stops:
-                # As if behind a text of that length: what is read there does not matter.
+                # As if behind a text of that length: what is read there does not matter. All positions are 0: drafts
+                # take columns behind the longest text, for which a table of learned positions has no rows.
                 session.length = max(1, stop - width)
-                session.extend(torch.zeros(width, dtype=torch.long, device=self.target.device))
+                ids_N = torch.zeros(width, dtype=torch.long, device=self.target.device)
+                own_NN = torch.eye(width, dtype=torch.bool, device=self.target.device)
+                session.extend(ids_N, TreeLayout(ids_N - session.length, own_NN))
                 session.commit(0)
 
     @torch.inference_mode()

@@ -12,8 +12,13 @@ from decoding_kit import NoisyDrafter, greedy_text, random_prompt, wrap
 from draftline.decode.batch import BatchedTarget
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import chain_generate
-from draftline.decode.lookup import lookup_generate
+from draftline.decode.cost import measure_cost_curve
+from draftline.decode.linear import linear_steps
+from draftline.decode.lookup import LookupSource, lookup_generate
 from draftline.decode.plain import plain_generate
+from draftline.decode.static_call import StaticCompiler
+from draftline.decode.static_target import StaticTarget
+from draftline.decode.steps import Task, run_steps
 from draftline.decode.tree_generate import tree_generate
 from draftline.decode.tree_replay import tree_replay
 from draftline.errors import UserError
@@ -109,3 +114,20 @@ def test_models_that_tell_distance_by_column_verify_lines_but_no_trees_and_no_ba
         tree_generate(target, drafter, prompt, budget=FixedBudget(8), **OPTIONS)
     with pytest.raises(UserError, match=r"ALiBi.*a mask by row"):
         BatchedTarget(target, (), 2, 50)
+
+
+@pytest.mark.parametrize("prompt_tokens", [10, 63])
+def test_a_table_of_learned_positions_is_not_read_past_its_end(prompt_tokens: int) -> None:
+    """Neither by shapes prepared behind the longest text, nor where costs are measured behind a prompt at the limit."""
+    config = hf.GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=64, eos_token_id=None)
+    target, prompt = random_target(config), random_prompt(0, prompt_tokens, 37)
+    limit = 64 - prompt_tokens
+    text = greedy_text(target, prompt, limit)
+    with StaticTarget(target, 64 + 31, StaticCompiler("graph", target.device)) as static:
+        static.warm((), (1, 8, 31))
+        session, source = static.session((), (1, 8, 31)), LookupSource(8, 3, "cpu")
+        found = run_steps(session, linear_steps(session, source, Task(prompt, limit, ())))
+    assert [*prompt, *found.output_ids] == text
+    drafter = NoisyDrafter(text, 37, 6, seed=0)
+    curve = measure_cost_curve(target, drafter, prompt, budgets=(0, 1, 40), repeats=1)
+    assert curve.largest == 40
