@@ -14,6 +14,7 @@ import typer
 
 from draftline import __version__, cli_cluster, cli_data, cli_eval, cli_export, cli_regenerate, cli_report
 from draftline.errors import DraftlineError, UserError
+from draftline.help_pages import page_of
 
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
 _USERS_PATHS = frozenset(
@@ -214,7 +215,8 @@ def main() -> None:
     try:
         app()
     except DraftlineError as error:
-        typer.echo(f"draftline: {error}", err=True)
+        page = page_of(error)
+        typer.echo(f"draftline: {error}" + (f" [{page}]" if page else ""), err=True)
         _exit(error.exit_code)
     except OSError as error:
         if error.errno not in _USERS_PATHS:

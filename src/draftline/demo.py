@@ -50,7 +50,7 @@ class DemoSize:
     timed_prompts: int
 
 
-FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 25, None, 3, 2)
+FULL = DemoSize(None, HELD_OUT_PROMPTS, MAX_NEW_TOKENS, 25, None, 2, 1)
 SHORT = DemoSize(24, 4, 24, 13, 4, 1, 2)
 
 

@@ -145,7 +145,8 @@ def timeline_chart(timeline: Timeline) -> Chart | None:
 
 
 def _band_axis(low: float, high: float) -> dict[str, Any]:
-    plain = {"showticklabels": False, "showgrid": False, "fixedrange": True}
+    title = {"text": "share", "standoff": 4, "font": {"size": 11}}  # as long a word as a band is high
+    plain = {"title": title, "showticklabels": False, "showgrid": False, "fixedrange": True}
     return {"domain": [max(0.0, low), high], "range": [0, 1], **plain}
 
 

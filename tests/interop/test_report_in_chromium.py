@@ -1,0 +1,96 @@
+"""The report in a real browser: from the file system, without network, light and dark, on a desk and on a phone.
+
+Pictures of it are left in the folder that DRAFTLINE_SCREENSHOTS names, for a careful eye.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftline.report.command import write_report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "report"))
+from made_run import make_run
+
+sync_api = pytest.importorskip("playwright.sync_api")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+BODY = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+# Titles of axes that a chart draws, all charts that have come into view.
+AXES = "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.xtitle, .ytitle')].length)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not BROWSER:
+        pytest.skip("no Chromium on this machine: the report is looked at in a real browser where one is installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([make_run(tmp_path_factory.mktemp("runs") / "long", rows=100_000, every=20)])
+
+
+def opened(browser: Any, report: Path, scheme: str, width: int) -> tuple[Any, list[str]]:
+    """The page, and what it asked the network for or complained of."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    trouble: list[str] = []
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else trouble.append(r.url))
+    page.on("console", lambda m: trouble.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda e: trouble.append(str(e)))
+    page.goto(report.as_uri())
+    return page, trouble
+
+
+def scroll_through(page: Any) -> None:
+    """Down to the end, a screen at a time, as a reader does: what is drawn on sight is drawn."""
+    for _ in range(200):
+        at_end = page.evaluate(
+            "() => { window.scrollBy(0, innerHeight); return scrollY + innerHeight >= document.body.scrollHeight - 2 }"
+        )
+        page.wait_for_timeout(30)
+        if at_end:
+            return
+    raise AssertionError("the page has no end")
+
+
+@pytest.mark.parametrize(("scheme", "width"), LOOKS)
+def test_every_chart_is_drawn_with_named_axes_and_nothing_is_fetched(
+    browser: Any, report: Path, scheme: str, width: int
+) -> None:
+    page, trouble = opened(browser, report, scheme, width)
+    scroll_through(page)
+    page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
+    assert trouble == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width  # nothing sticks out sideways
+    colour, ground = page.evaluate(BODY)
+    assert (sum(rgb(colour)) < sum(rgb(ground))) == (scheme == "light")
+    if folder := os.environ.get("DRAFTLINE_SCREENSHOTS"):
+        page.evaluate("scrollTo(0, 0)")
+        page.screenshot(path=str(Path(folder) / f"report-{scheme}-{width}.png"), full_page=True)
+    page.close()
+
+
+def test_the_page_is_light_enough_to_scroll(browser: Any, report: Path) -> None:
+    page, _ = opened(browser, report, "light", 1280)
+    scroll_through(page)
+    page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
+    # Browsers stay smooth up to tens of thousands of elements; a chart of every row would have 100,000 a curve.
+    assert page.evaluate("document.querySelectorAll('*').length") < 30_000
+    page.close()
+
+
+def rgb(colour: str) -> list[int]:
+    """Of `rgb(1, 2, 3)`."""
+    return [int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
