@@ -29,6 +29,9 @@ from draftline.errors import UserError
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
+# Padding tokens that cost a CPU about what reading the weights once more does.
+_WORTH_A_FORWARD = 32
+
 
 class RowSession:
     """Decoding state of one prompt in a row of the batch."""
@@ -116,15 +119,23 @@ class BatchedTarget:
     def _forward(
         self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool = False
     ) -> list[Forwarded]:
-        """One padded forward; two where the longest text would change the rotary frequencies of shorter ones."""
-        edge = self.target.facts.rope_changes_at
-        is_long = [edge is not None and row.length + row.ids_N.shape[0] > edge for row in rows]
+        """Padded forwards of rows that go together: see `_groups`."""
         found: dict[int, Forwarded] = {}
-        for side in sorted(set(is_long)):
-            members = [index for index, own in enumerate(is_long) if own == side]
+        for members in self._groups(rows):
             answers = self._padded([sessions[i] for i in members], [rows[i] for i in members], last_only=last_only)
             found.update(zip(members, answers, strict=True))
         return [found[index] for index in range(len(rows))]
+
+    def _groups(self, rows: Sequence[RowForward]) -> list[list[int]]:
+        """Rows of one forward. Apart: texts whose length would change the rotary frequencies of shorter ones; and on a
+        CPU, where padding costs what tokens cost, narrow rows and wide ones, if that saves more than a forward takes.
+        """
+        edge = self.target.facts.rope_changes_at
+        is_long = [edge is not None and row.length + row.ids_N.shape[0] > edge for row in rows]
+        sides = [[index for index, own in enumerate(is_long) if own == side] for side in sorted(set(is_long))]
+        if self.target.device.type != "cpu":
+            return sides
+        return [group for side in sides for group in split_by_width(side, [row.ids_N.shape[0] for row in rows])]
 
     def _padded(
         self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool
@@ -169,6 +180,24 @@ class BatchedTarget:
         self._buffers.move(torch.tensor([row for row, _, _ in moves], device=device), source, aim)
         for session in sessions:
             session.move = None
+
+
+def split_by_width(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """The members in one group, or in two with the least padding, where that is at least `_WORTH_A_FORWARD` less.
+
+    Args:
+        members: indices into `sizes`.
+        sizes: tokens of each row; a group is padded to its widest.
+    """
+    ordered = sorted(members, key=lambda index: sizes[index])
+    whole = len(ordered) * sizes[ordered[-1]]
+    costs = {
+        cut: cut * sizes[ordered[cut - 1]] + (len(ordered) - cut) * sizes[ordered[-1]] for cut in range(1, len(ordered))
+    }
+    best = min(costs, key=lambda cut: costs[cut], default=0)
+    if not costs or whole - costs[best] < _WORTH_A_FORWARD:
+        return [list(members)]
+    return [sorted(ordered[:best]), sorted(ordered[best:])]
 
 
 def require_rows(target: LoadedTarget) -> RollbackCache:

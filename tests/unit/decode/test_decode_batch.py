@@ -12,7 +12,8 @@ import torch
 
 from decoding_kit import NoisyDrafter, greedy_text, random_prompt, tiny_spec, tiny_target
 from draftline.config.schema import TargetConfig
-from draftline.decode.batch import BatchedTarget, RowSession, decode_together
+from draftline.decode import batch
+from draftline.decode.batch import BatchedTarget, RowSession, decode_together, split_by_width
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import BoundDrafter, ChainSource, chain_generate
 from draftline.decode.draft_batch import draft_together
@@ -50,7 +51,8 @@ def tree_opener(drafter: Any, task: Task, budget: int) -> Opener:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_batch_decodes_what_one_at_a_time_does_for_random_pairs(seed: int) -> None:
+def test_a_batch_decodes_what_one_at_a_time_does_for_random_pairs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_WORTH_A_FORWARD", 1 + 40 * (seed % 2))  # rows of unequal width apart, or not
     draw = random.Random(seed)
     target, block_size = tiny_target(seed, num_hidden_layers=1 + seed % 2), draw.randint(2, 9)
     prompts = [random_prompt(100 * seed + i, draw.randint(1, 20)) for i in range(7)]
@@ -71,6 +73,14 @@ def test_a_batch_decodes_what_one_at_a_time_does_for_random_pairs(seed: int) -> 
     openers: list[Opener] = [lambda session, t=task: plain_steps(session, t) for task in tasks]  # type: ignore[misc]
     assert_same(together(target, (), openers, rows), plains)
     assert [g.output_ids for g in chains] == [g.output_ids for g in plains]
+
+
+def test_narrow_and_wide_rows_are_apart_where_that_saves_padding_and_each_row_is_in_one_group() -> None:
+    sizes = [1, 16, 1, 1, 16, 1, 1, 2, 1, 1]
+    assert split_by_width(range(10), sizes) == [[0, 2, 3, 5, 6, 7, 8, 9], [1, 4]]
+    assert split_by_width([0, 1], sizes) == [[0, 1]]  # 15 tokens less are not worth a forward
+    assert split_by_width([1], sizes) == [[1]]
+    assert split_by_width([4, 1], [9, 40, 9, 9, 40]) == [[4, 1]]
 
 
 def test_lookup_and_sampled_drafts_are_the_same_in_a_batch() -> None:
