@@ -268,7 +268,7 @@ def _close(
         f"{result.supervised_tokens / result.training_s:.0f} a second",
         "acceptance length before | after": f"{before.acceptance_length:.2f} | {after.acceptance_length:.2f}",
         "prompt lookup (needs no training)": f"{lookup.acceptance_length:.2f}",
-        f"tokens/s plain | chain | lookup ({plain.timed_prompts} prompts, one at a time)": " | ".join(
+        f"tokens/s plain | chain | lookup (prompts alone: {plain.timed_prompts})": " | ".join(
             f"{m.tokens_per_s:.1f}" for m in (plain, after, lookup)
         ),
         "greedy output equals the target's": f"{_equal(after)}, {report.divergences} divergences",
