@@ -248,7 +248,8 @@ def made_up_parts(real):
     for side, value in (("draftline", 3.0), ("specforge", 2.5)):
         parts[f"tune-{side}"] = {"tries": [tried], "learning_rate": 1e-3, "environment": ENVIRONMENT}
         parts[f"main-{side}"] = main_figures(value)
-    for variant, value in ((real.variants.PLAIN, 2.8), (real.variants.ABLATIONS[1], 3.1)):
+    by_name = {variant.name: variant for variant in real.variants.ABLATIONS}
+    for variant, value in ((by_name["plain"], 2.8), (by_name["kl-0.15"], 3.1)):
         methods = {"gsm8k": {"chain": scored(value), "tree@64": scored(value * 1.5)}}
         figures = {"variant": variant.as_figures(), "walked": methods, "steps": 7, "environment": ENVIRONMENT}
         parts[f"ablation-{variant.name}"] = figures
