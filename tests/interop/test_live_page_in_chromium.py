@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 from rich.text import Text
 
+from browser_kit import BODY, BROWSER, LOOKS, launched
 from draftline.config.schema import MonitorConfig
 from draftline.live.server import make_app, open_socket
 from draftline.monitor.metrics import TrainingStats
@@ -26,10 +26,7 @@ from draftline.monitor.status import LedgerCounts, QueueGauge
 from draftline.monitor.watch import read_status, render_status
 
 sync_api = pytest.importorskip("playwright.sync_api")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
 COLOURS = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(230, 230, 230)", "rgb(20, 23, 28)"]}
-BODY = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
 
 
 @pytest.fixture
@@ -72,10 +69,8 @@ def address(run: RunMonitor, tmp_path: Path) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     if not BROWSER:
         pytest.skip("no Chromium on this machine: the page is looked at in a real browser where one is installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with launched(sync_api) as browser:
         yield browser
-        browser.close()
 
 
 def shot(page: Any, name: str) -> None:

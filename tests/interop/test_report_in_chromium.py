@@ -6,23 +6,17 @@ Pictures of it are left in the folder that DRAFTLINE_SCREENSHOTS names, for a ca
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser_kit import BODY, BROWSER, LOOKS, launched
 from draftline.report.command import write_report
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "report"))
 from made_run import make_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LOOKS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
-BODY = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
 # Titles of axes that a chart draws, all charts that have come into view.
 AXES = "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.xtitle, .ytitle')].length)"
 
@@ -31,10 +25,8 @@ AXES = "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll
 def browser() -> Iterator[Any]:
     if not BROWSER:
         pytest.skip("no Chromium on this machine: the report is looked at in a real browser where one is installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with launched(sync_api) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
