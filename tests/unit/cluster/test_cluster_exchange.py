@@ -33,7 +33,15 @@ def test_every_row_is_committed_once_and_slots_never_collide():
 
 
 def test_a_target_lost_with_a_row_leaves_its_slot_alone():
-    cluster = FakeCluster(30, SETTINGS, on_capture=lambda target, row_id: dies() if target == 1 else None)
+    has_a_row = threading.Event()
+
+    def capture(target: int, _row_id: int) -> None:
+        if target == 1:
+            has_a_row.set()
+            dies()
+        assert has_a_row.wait(60)  # the others would have taken all rows before it woke
+
+    cluster = FakeCluster(30, SETTINGS, on_capture=capture)
     assert cluster.run() is End.CLOSED
     cluster.check_all_committed()
     exchange = cluster.queue._exchange
