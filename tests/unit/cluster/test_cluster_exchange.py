@@ -79,9 +79,12 @@ def test_a_member_lost_inside_a_reduction_is_not_waited_for():
         if drafter == 1 and meeting.round_id == 1:
             raise DiesError
         if len(meeting.members) == 2 and meeting.round_id == 1:
+            assert is_told.wait(60)  # a real link breaks after the death, and as often as is allowed at most
             breaks()
 
-    cluster = FakeCluster(24, SETTINGS, on_reduce=on_reduce)
+    cluster, is_told = FakeCluster(24, SETTINGS, on_reduce=on_reduce), threading.Event()
+    tell = cluster.queue.lost
+    cluster.queue.lost = lambda worker: (tell(worker), is_told.set())[0]
     assert cluster.run() is End.CLOSED
     cluster.check_all_committed()
 
