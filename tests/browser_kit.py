@@ -14,9 +14,11 @@ BODY = "[getComputedStyle(document.body).color, getComputedStyle(document.body).
 
 
 @contextmanager
-def launched(sync_api: Any) -> Iterator[Any]:
-    """Chromium, headless. `sync_api` is playwright's; BROWSER must be there."""
-    with sync_api.sync_playwright() as playwright:
+def launched() -> Iterator[Any]:
+    """Chromium, headless; BROWSER must be there."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
         browser.close()

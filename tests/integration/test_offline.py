@@ -167,11 +167,15 @@ def test_states_of_a_server_are_not_taken_for_those_of_a_target_here(make_run, t
         make_run_plan(make_run(f"states.path={tmp_path / 'states'}", served, "states.mode=offline", name="offline"))
 
 
-def test_a_quantised_targets_states_train_without_it(make_run, tmp_path, request) -> None:
-    options = (f"states.path={tmp_path / 'states'}", SHORT, "target.quantization=int8", "target.dtype=bfloat16")
-    captured(make_run(*options, name="capture"))
+def test_a_quantised_targets_states_train_without_it_as_with_it(make_run, tmp_path, request) -> None:
+    states, quantised = f"states.path={tmp_path / 'states'}", ("target.quantization=int8", "target.dtype=bfloat16")
+    options = (SHORT, *quantised)
+    online = trained(make_run(*options, name="online"))
+    unquantised = trained(make_run(SHORT, "target.dtype=bfloat16", name="unquantised"))
+    captured(make_run(states, *options, name="capture"))
     request.getfixturevalue("no_target")
-    trained(make_run(*options, "states.mode=offline", name="offline"))
+    offline = trained(make_run(states, *options, "states.mode=offline", name="offline"))
+    assert same(offline, online) and not same(offline, unquantised)
 
 
 def test_states_train_for_a_worker_over_several_devices_as_for_one(make_run, tiny_data, tmp_path, request) -> None:

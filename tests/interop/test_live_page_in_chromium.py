@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 from rich.text import Text
 
-from browser_kit import BODY, BROWSER, LOOKS, launched
+from browser_kit import BODY, LOOKS
 from draftline.config.schema import MonitorConfig
 from draftline.live.server import make_app, open_socket
 from draftline.monitor.metrics import TrainingStats
@@ -25,7 +25,6 @@ from draftline.monitor.run import RunMonitor
 from draftline.monitor.status import LedgerCounts, QueueGauge
 from draftline.monitor.watch import read_status, render_status
 
-sync_api = pytest.importorskip("playwright.sync_api")
 COLOURS = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(230, 230, 230)", "rgb(20, 23, 28)"]}
 
 
@@ -63,14 +62,6 @@ def address(run: RunMonitor, tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         server.should_exit = True
         thread.join()
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    if not BROWSER:
-        pytest.skip("no Chromium on this machine: the page is looked at in a real browser where one is installed")
-    with launched(sync_api) as browser:
-        yield browser
 
 
 def shot(page: Any, name: str) -> None:

@@ -6,27 +6,17 @@ Pictures of it are left in the folder that DRAFTLINE_SCREENSHOTS names, for a ca
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser_kit import BODY, BROWSER, LOOKS, launched
+from browser_kit import BODY, LOOKS
 from draftline.report.command import write_report
 from made_run import make_run
 
-sync_api = pytest.importorskip("playwright.sync_api")
 # Titles of axes that a chart draws, all charts that have come into view.
 AXES = "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.xtitle, .ytitle')].length)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if not BROWSER:
-        pytest.skip("no Chromium on this machine: the report is looked at in a real browser where one is installed")
-    with launched(sync_api) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
