@@ -49,9 +49,10 @@ demo: $(VENV)/.model
 test: $(VENV)/.model $(VENV)/.tools
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
+# Without ruff's cache, which keeps a file's verdict although the place of a module it imports has changed.
 lint: $(VENV)/.tools
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/mypy
 
 format: $(VENV)/.tools

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import make_run
 
 from draftline.errors import UserError
 from draftline.live import server as server_module
 from draftline.live.server import Fresh, make_app, open_socket, serve
 from draftline.live.state import run_charts, run_state
+from made_run import make_run
 
 TOKEN = "a-token"
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from made_run import evaluation, make_run
 
 from draftline.errors import UserError
 from draftline.report.command import write_report
 from draftline.report.page import require_plotly
+from made_run import evaluation, make_run
 
 
 def newer(path: Path, key: str) -> None:

@@ -7,9 +7,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from made_run import evaluation, make_run
 
 from draftline.report.command import write_report
+from made_run import evaluation, make_run
 
 MOST_BYTES = 8 * 10**6
 
