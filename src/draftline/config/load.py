@@ -94,7 +94,11 @@ def read_layer(path: Path) -> Layer:
 
 
 def parse_overrides(overrides: Sequence[str]) -> Layer:
-    """Read `section.key=value` items into one layer."""
+    """Read `section.key=value` items into one layer.
+
+    Raises:
+        UserError: an item without a key or `=`, or a value that is not YAML.
+    """
     values: dict[str, Any] = {}
     origins: dict[FieldPath, str] = {}
     for item in overrides:

@@ -150,7 +150,7 @@ class ChatEncoder:
     def draft_carefully(
         self, messages: Sequence[Message], tools: Tools = None, *, turns: Turns | None = None, answer_cut: bool = False
     ) -> Draft:
-        """As `draft`, with what is served rendered anew for each turn."""
+        """See `draft`: the same, with what is served rendered anew for each turn."""
         asked, text = self._rendered(_until_last_answer(messages), tools)
         places = locate_turns(self.template, asked, tools, text, turns or self.turns)
         if answer_cut and places[-1] is None:

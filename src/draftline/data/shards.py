@@ -157,7 +157,7 @@ class ShardWriter:
         answer_cut: bool = False,
         category: str = "",
     ) -> None:
-        """Append one sample; ids and mask have the same length T >= 1."""
+        """Append one sample; ids and mask are [T] with the same T >= 1, else ValueError."""
         ids, mask = np.asarray(input_ids, dtype=np.int32), np.asarray(loss_mask, dtype=np.bool_)
         if ids.ndim != 1 or ids.shape != mask.shape or ids.size == 0:
             raise ValueError(f"sample {sample_id}: ids {ids.shape} and mask {mask.shape} must be alike and not empty")

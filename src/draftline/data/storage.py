@@ -29,7 +29,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})  # file syste
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk into one line for the user; other errors pass through."""
+    """Turn a full or unwritable disk into one line for the user (UserError); other errors pass through."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def locked_file(path: Path, busy: UserError) -> BinaryIO:
 
 
 def require_unused(output: Path) -> None:
-    """Refuse an output folder that already holds something."""
+    """Raises UserError if an output folder already holds something."""
     if output.is_dir() and not any(output.iterdir()):
         return
     if output.exists():

@@ -87,7 +87,11 @@ class CostCurve:
         return self.points[-1][0]
 
     def round_s(self, nodes: int) -> float:
-        """Seconds of a round with a tree of `nodes` drafts, up to the largest one measured."""
+        """Seconds of a round with a tree of `nodes` drafts, between the measured sizes.
+
+        Raises:
+            UserError: more drafts than the largest tree that was measured.
+        """
         for left, right in zip(self.points, self.points[1:], strict=False):
             if nodes <= right[0]:
                 return self.draft_s + left[1] + _slope(left, right) * (nodes - left[0])

@@ -112,7 +112,7 @@ class BoundDrafter:
         return (rows_BH * self._spec.input_embedding_scale).to(self._dtype)
 
     def head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-        """The target's output matrix, with the multiplier and soft cap of the drafter's own configuration.
+        """Logits [K, V] by the target's output matrix, multiplier and soft cap of the drafter's own configuration.
 
         Of a pruned vocabulary only the kept rows are multiplied; the other tokens get -inf.
         """

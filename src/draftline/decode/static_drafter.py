@@ -80,7 +80,11 @@ class StaticDrafter:
 
     @torch.inference_mode()
     def block_logits(self, context: RoundContext) -> Drafted:
-        """Logits [B - 1, V] of the drafted slots of one block, or path scores; the new taps enter the buffers."""
+        """Logits [B - 1, V] of the drafted slots of one block, or path scores; the new taps enter the buffers.
+
+        Raises:
+            ValueError: the block does not begin where the buffers' context ends.
+        """
         assert context.new_taps_SF is not None, "a drafter needs tap features"
         taps_SF = context.new_taps_SF.to(self._no_taps_SF.dtype)
         if taps_SF.shape[0] > self.block_size:

@@ -47,7 +47,7 @@ def attend(
     context_v_TMD: torch.Tensor,
     flex: FlexKernel,
 ) -> torch.Tensor:
-    """Attention under `mask`; the kind of the mask decides the form."""
+    """Attention under `mask`, [Q, N, D]; the kind of the mask decides the form."""
     if isinstance(mask, BlockwiseMask):
         return blockwise_attention(mask, q_QND, k_QMD, v_QMD, context_k_TMD, context_v_TMD)
     k_SMD = torch.cat((context_k_TMD, k_QMD))
@@ -60,7 +60,7 @@ def attend(
 def masked_attention(
     q_QND: torch.Tensor, k_SMD: torch.Tensor, v_SMD: torch.Tensor, visible_QS: torch.Tensor | None
 ) -> torch.Tensor:
-    """SDPA with a bool mask (True: visible; None: all). Key/value heads are repeated for their query heads."""
+    """SDPA [Q, N, D] with a bool mask (True: visible; None: all). Key/value heads are repeated for their queries."""
     groups = q_QND.shape[1] // k_SMD.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_QND, k_SMD, v_SMD))
     if groups > 1:
@@ -69,14 +69,17 @@ def masked_attention(
 
 
 def plain_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
-    """flex_attention with grouped heads; what is compiled for a GPU, and the uncompiled form for checks."""
+    """flex_attention with grouped heads; what is compiled for a GPU, and the uncompiled form for checks.
+
+    `q` [1, N, Q, D], `k` and `v` [1, M, S, D]; returns [1, N, Q, D].
+    """
     return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def flex_form(
     mask: FlexMask, q_QND: torch.Tensor, k_SMD: torch.Tensor, v_SMD: torch.Tensor, flex: FlexKernel
 ) -> torch.Tensor:
-    """flex_attention over a batch of one."""
+    """flex_attention over a batch of one, [Q, N, D]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_QND, k_SMD, v_SMD))
     return flex(q, k, v, mask.block_mask)[0].transpose(0, 1)
 
@@ -89,7 +92,11 @@ def blockwise_attention(
     context_k_TMD: torch.Tensor,
     context_v_TMD: torch.Tensor,
 ) -> torch.Tensor:
-    """Each group of blocks against its stretch of context and each block against itself, under one softmax."""
+    """Each group of blocks against its stretch of context and each block against itself, under one softmax.
+
+    Returns:
+        [Q, N, D], in the order of the queries.
+    """
     n_slots, n_kv = mask.visible_BB.shape[0], k_QMD.shape[1]
     scale = q_QND.shape[-1] ** -0.5
     q_MAGBD = (q_QND * scale).unflatten(1, (n_kv, -1)).unflatten(0, (-1, n_slots)).permute(2, 0, 3, 1, 4)
@@ -146,7 +153,7 @@ def run_layer(
     mask: LayerMask,
     flex: FlexKernel,
 ) -> torch.Tensor:
-    """One layer of the packed form, context keys and values included; the unit that may be compiled."""
+    """One layer of the packed form, [Q, H], context keys and values included; the unit that may be compiled."""
     context_k, context_v = layer.self_attn.key_value(context_TH, rope_T)
     return layer(x_QH, rope_Q, lambda q, k, v: attend(mask, q, k, v, context_k, context_v, flex), slots_Q)
 

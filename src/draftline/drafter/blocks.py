@@ -71,6 +71,9 @@ def pad_row(row: HiddenStateRow, row_tokens: int) -> HiddenStateRow:
     """The row with its tensors padded to `row_tokens` (static shapes); `lengths` still count real tokens.
 
     Padding belongs to document -1, is unsupervised and is seen by nobody.
+
+    Raises:
+        ValueError: the row is longer than that.
     """
     missing = row_tokens - row.input_ids_T.shape[0]
     if missing < 0:
@@ -299,7 +302,7 @@ def _noisy_tokens(row: HiddenStateRow, spec: DrafterSpec, prob: float, seed: int
 def apply_feature_noise(
     taps_TF: torch.Tensor, row: HiddenStateRow, config: FeatureNoise, seed: int, *, epoch: int | None = None
 ) -> torch.Tensor:
-    """Tap features with additive noise: uniform in (-scale, scale), or gaussian with standard deviation `scale`.
+    """Tap features [T, F] with additive noise: uniform in (-scale, scale), or gaussian of standard deviation `scale`.
 
     The value at (sample, position, feature) is a hash of these and the seed, so it is the same on every device and
     in every packing (gaussian: up to the rounding of `erfinv`). Training only; the validation epoch stays clean.

@@ -77,7 +77,11 @@ class CompileGate:
 
     @contextmanager
     def trace(self, device: str) -> Iterator[None]:
-        """Held around anything that may trace: warm-ups, and calls of functions that are not warmed."""
+        """Held around anything that may trace: warm-ups, and calls of functions that are not warmed.
+
+        Raises:
+            RuntimeError: asked for inside a compiled call, which would wait for itself.
+        """
         if self._tracer == threading.get_ident():
             yield
             return
@@ -176,7 +180,11 @@ class DeviceCompiler:
             self.frozen = True
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """What dynamo calls for a new graph: counts it, or refuses it in the loop."""
+        """What dynamo calls for a new graph, with examples of its inputs (any shapes): counts it.
+
+        Raises:
+            RunFailedError: after the warm-up, where each compilation would stop the loop for minutes.
+        """
         if self.frozen:
             raise RunFailedError("a compiled function was compiled again after the warm-up", origin=self.device)
         self.compilations += 1

@@ -23,7 +23,11 @@ class DrafterCache:
         self._buffers: list[KeyValue | None] = [None] * num_layers
 
     def crop(self, length: int) -> None:
-        """Forget the context from position `length` on."""
+        """Forget the context from position `length` on.
+
+        Raises:
+            ValueError: the cache is shorter than that.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}")
         self.length = length
@@ -42,7 +46,11 @@ class DrafterCache:
         self.length += n_tokens
 
     def read(self, layer: int, start: int, stop: int) -> KeyValue:
-        """Keys and values of positions [start, stop)."""
+        """Keys and values, [stop - start, M, D] each, of positions start to stop.
+
+        Raises:
+            ValueError: positions that are not held.
+        """
         held = self._buffers[layer]
         if held is None or stop > held[0].shape[0]:
             raise ValueError(f"the cache does not hold positions up to {stop}")

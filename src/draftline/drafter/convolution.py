@@ -49,7 +49,7 @@ class ShortConvolution(nn.Module):
 def convolve(
     y_QH: torch.Tensor, base_mH: torch.Tensor, dynamic_QmG: torch.Tensor, slots_Q: torch.Tensor
 ) -> torch.Tensor:
-    """One convolution; see the module's formula."""
+    """One convolution, [Q, H], by the module's formula: the s-th of its two, with these coefficients."""
     n_groups = dynamic_QmG.shape[-1]
     y_QGg = y_QH.unflatten(-1, (n_groups, -1))
     base_mGg = base_mH.unflatten(-1, (n_groups, -1)).to(y_QH.dtype)

@@ -31,10 +31,10 @@ class Recording(Protocol):
     gradients: list[Tensor | None]
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The function's result, in memory that the next forward reuses."""
+        """The function's result [..., H] for inputs of the recorded shapes, in memory that the next forward reuses."""
 
     def backward(self, gradient: Tensor) -> None:
-        """Fills `gradients` for this gradient of the last result."""
+        """Fills `gradients` for this gradient of the last result, which has the result's shape."""
 
 
 Record = Callable[[Function, Sequence[Tensor], Sequence[Tensor], dict[str, Any]], Recording]
@@ -67,7 +67,7 @@ class GraphedFunction:
         return result
 
     def add_gradients(self, recording: Recording, gradient: Tensor) -> None:
-        """Runs a backward and adds to the parameters' `.grad`."""
+        """Runs a backward and adds to the parameters' `.grad`; `gradient` has the result's shape."""
         pairs = list(zip(self._parameters, recording.gradients, strict=True))
         for parameter, own in pairs:  # a gradient that nobody has used yet must survive the replay
             if parameter.grad is not None and parameter.grad is own:
@@ -100,6 +100,8 @@ class CudaRecording:
     """Two CUDA graphs, forward and backward, over tensors of their own.
 
     Args:
+        parameters: what gradients are wanted for, of any shapes.
+        inputs: examples; later ones must have their shapes and dtypes.
         shared: holds the memory pool of all recordings of one function.
     """
 
@@ -128,14 +130,14 @@ class CudaRecording:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Copies the inputs, replays."""
+        """Copies the inputs, replays. See `Recording.forward`."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._forward.replay()
         return self._result
 
     def backward(self, gradient: Tensor) -> None:
-        """Copies the gradient, replays."""
+        """Copies the gradient, replays. See `Recording.backward`."""
         self._result_gradient.copy_(gradient)
         self._backward.replay()
 

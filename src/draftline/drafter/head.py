@@ -233,7 +233,7 @@ def project(x_NH: Tensor, head: FrozenHead) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in fp32 (fp64 for fp64 factors): rounding logits to bf16 would drown q - P."""
+    """a [M, K] @ b [K, N], summed and returned in fp32 (fp64 for fp64 factors): logits in bf16 would drown q - P."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b if a.is_cuda else wide_product(a, b)
     if a.is_cuda:

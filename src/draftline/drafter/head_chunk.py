@@ -56,7 +56,7 @@ class TeacherRows:
 
 
 def apply_head_(raw_CV: Tensor, head: FrozenHead) -> Tensor:
-    """softcap(multiplier * (raw + bias)), in place."""
+    """softcap(multiplier * (raw + bias)) [C, V], in place."""
     if head.bias_V is not None:
         raw_CV.add_(head.bias_V.to(raw_CV.dtype))
     if head.multiplier != 1.0:
@@ -67,7 +67,7 @@ def apply_head_(raw_CV: Tensor, head: FrozenHead) -> Tensor:
 
 
 def excess(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
-    """p * (e^d - 1 - d) for d = log(q / p), elementwise: the terms of KL(p, q), each at least 0; q where p is 0."""
+    """p * (e^d - 1 - d) for d = log(q / p), all of one shape: terms of KL(p, q), each at least 0; q where p is 0."""
     terms = torch.expm1(log_ratio).sub_(log_ratio).clamp_(min=0).mul_(p)
     return torch.where(log_ratio < _FAR, terms, q)
 
@@ -153,7 +153,7 @@ class ChunkLoss:
         self.values["rank"] = self._rank.to(z_CV.dtype)
 
     def run(self, with_gradient: bool) -> Tensor | None:
-        """Fills `values`; returns the gradient of sum(coefficient * term) by the raw product, without multiplier."""
+        """Fills `values`; returns the gradient [C, V] of sum(coefficient * term) by the raw product (no multiplier)."""
         extra = [self._kl(), self._tv(), self._reverse_kl(), self._cap()] if self._has_extras() else []
         if not with_gradient:
             return None

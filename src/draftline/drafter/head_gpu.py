@@ -89,7 +89,11 @@ def _launch_chunk(
 def quantize_rows_kernel_form(
     gradient_CV: Tensor, dtype: torch.dtype, dtype_max: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`head_fp8.quantize_rows` in one kernel: two reads of the gradient, one write of fp8."""
+    """See `head_fp8.quantize_rows`: the same in one kernel, two reads of the gradient and one write of fp8.
+
+    Args:
+        dtype, dtype_max: an fp8 type and its largest finite value.
+    """
     n_rows, n_vocab = gradient_CV.shape
     g8_CV = torch.empty(gradient_CV.shape, dtype=dtype, device=gradient_CV.device)
     scale_C, value_C = (torch.empty(n_rows, dtype=torch.float32, device=gradient_CV.device) for _ in range(2))

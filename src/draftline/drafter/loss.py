@@ -73,12 +73,12 @@ class LossTerms:
 
 
 def cross_entropy(z_NV: Tensor, label_N: Tensor) -> Tensor:
-    """CE = -log q(y), per slot."""
+    """CE = -log q(y), per slot [N]."""
     return F.cross_entropy(z_NV, label_N, reduction="none")
 
 
 def forward_kl(z_NV: Tensor, t_NV: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-    """KL = T^2 * sum P log(P / q) with P = softmax(t / T) and q = softmax(z / T), per slot.
+    """KL = T^2 * sum P log(P / q) with P = softmax(t / T) and q = softmax(z / T), per slot [N].
 
     T^2 keeps the gradient's size when T changes (Hinton et al., arXiv 1503.02531, section 2). With `top_k`, P is zero
     outside the teacher's k best tokens (ties with the k-th are kept) and renormalised; q still covers the vocabulary.
@@ -90,12 +90,15 @@ def forward_kl(z_NV: Tensor, t_NV: Tensor, temperature: float = 1.0, top_k: int 
 
 
 def total_variation(z_NV: Tensor, t_NV: Tensor) -> Tensor:
-    """TV = 1 - sum min(P, q) = sum |P - q| / 2, per slot. 1 - TV is the chance that a draft sampled from q is kept."""
+    """TV = 1 - sum min(P, q) = sum |P - q| / 2, per slot [N].
+
+    1 - TV is the chance that a draft sampled from q is kept.
+    """
     return 0.5 * (torch.softmax(z_NV, dim=-1) - torch.softmax(t_NV, dim=-1)).abs().sum(-1)
 
 
 def reverse_kl(z_NV: Tensor, t_NV: Tensor) -> Tensor:
-    """RKL = sum q log(q / P), per slot. Over the teacher's whole vocabulary: a cut teacher makes it infinite."""
+    """RKL = sum q log(q / P), per slot [N]. Over the teacher's whole vocabulary: a cut teacher makes it infinite."""
     log_q = torch.log_softmax(z_NV, dim=-1)
     return (log_q.exp() * (log_q - torch.log_softmax(t_NV, dim=-1))).sum(-1)
 
@@ -113,7 +116,7 @@ def confidence_penalty(z_NV: Tensor, label_N: Tensor, temperature: float = 1.0) 
 
 
 def label_rank(z_NV: Tensor, label_N: Tensor) -> Tensor:
-    """How many tokens come before the label, per slot (int32): 0 means the draft is right. Ties go to the lower id."""
+    """Tokens that come before the label, int32 [N]: 0 means that the draft is right. Ties go to the lower id."""
     with torch.no_grad():
         label_N1 = label_N.unsqueeze(-1)
         z_label_N1 = z_NV.gather(-1, label_N1)
@@ -123,7 +126,7 @@ def label_rank(z_NV: Tensor, label_N: Tensor) -> Tensor:
 
 
 def keep_top_k(t_NV: Tensor, top_k: int | None) -> Tensor:
-    """Teacher logits with all but the k best set to -inf; ties with the k-th stay."""
+    """Teacher logits [N, V] with all but the k best set to -inf; ties with the k-th stay."""
     if top_k is None or top_k >= t_NV.shape[-1]:
         return t_NV
     kth_N1 = t_NV.topk(top_k, dim=-1).values[..., -1:]

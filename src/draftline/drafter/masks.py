@@ -33,7 +33,8 @@ _NO_BOUND = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Visibility in one kind of layer.
+    """Visibility in one kind of layer. Tensors given to a method are integers whose shapes broadcast; it returns that
+    shape.
 
     Attributes:
         window: W in tokens, None for full attention.
@@ -47,26 +48,28 @@ class MaskRule:
     from_anchor: bool = False
 
     def context_bounds(self, anchor: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Context rows [low, high) that `slot` of the block at `anchor` sees, documents aside; low may be negative."""
+        """Context rows from low to below high that `slot` of the block at `anchor` sees, documents aside, in the
+        broadcast shape; low may be negative."""
         high = anchor + 0 * slot  # the second term only gives the result its full shape
         if self.window is None:
             return 0 * high, high
         return (high if self.from_anchor else anchor + slot + 1) - self.window, high
 
     def block_bounds(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [low, high) of the own block that `slot` sees; both may lie outside the block."""
+        """Slots from low to below high of the own block that `slot` sees, in its shape; both may lie outside."""
         low, high = 0 * slot, slot + (1 if self.causal else _NO_BOUND)
         if self.window is None or self.from_anchor:
             return low, high
         return slot + 1 - self.window, torch.minimum(high, slot + self.window)
 
     def context(self, anchor: torch.Tensor, slot: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Context at row index `key` is visible to `slot` of the block at `anchor`, documents aside."""
+        """Bool, in the broadcast shape: context at row index `key` is visible to `slot` of the block at `anchor`,
+        documents aside."""
         low, high = self.context_bounds(anchor, slot)
         return (key >= low) & (key < high)
 
     def block(self, slot: torch.Tensor, key_slot: torch.Tensor) -> torch.Tensor:
-        """`key_slot` of the same block is visible to `slot`."""
+        """Bool, in the broadcast shape: `key_slot` of the same block is visible to `slot`."""
         low, high = self.block_bounds(slot)
         return (key_slot >= low) & (key_slot < high)
 

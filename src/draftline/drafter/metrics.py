@@ -204,7 +204,7 @@ class StepStats:
 
     @property
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(numerator, denominator) of each term, without its coefficient; all share one denominator."""
+        """(numerator, denominator) of each term, 0-dim, without its coefficient; all share one denominator."""
         return {name: (self.scalar(name), self.denominator) for name in TERMS}
 
     def summary(self) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def selector_summary(host: StepStats) -> dict[str, float | None] | None:
 
 
 def accepted_run(correct_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Leading slots that are valid and right, per block: sum over k of prod_{i <= k} (r_i v_i)."""
+    """Leading slots that are valid and right, int32 [A]: sum over k of prod_{i <= k} (r_i v_i)."""
     return (correct_AK & valid_AK).to(torch.int32).cumprod(-1).sum(-1)
 
 

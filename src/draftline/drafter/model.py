@@ -89,7 +89,7 @@ def rope_frequencies(spec: DrafterSpec) -> tuple[torch.Tensor, float]:
 
 
 def rotate(x_QND: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotary embedding in the half-split layout: pairs (i, i + D/2)."""
+    """Rotary embedding [Q, N, D] in the half-split layout: pairs (i, i + D/2)."""
     cos, sin = rope
     low, high = x_QND.chunk(2, dim=-1)
     return x_QND * cos + torch.cat((-high, low), dim=-1) * sin
@@ -180,6 +180,9 @@ class Drafter(nn.Module):
         attention: form of the packed attention; auto: blockwise on the CPU, flex on a GPU.
 
     Weights are drawn from seed 0 at construction (not on the meta device); call `init_weights` for another draw.
+
+    Raises:
+        UserError: an activation or a RoPE that a drafter cannot have.
     """
 
     def __init__(self, spec: DrafterSpec, *, attention: AttentionPath = "auto") -> None:
@@ -291,6 +294,9 @@ class Drafter(nn.Module):
 
         Returns:
             hidden_BH after the final norm.
+
+        Raises:
+            ValueError: the context, with the new taps, does not end at `start`.
         """
         self.extend_cache(new_taps_SF, cache)
         if cache.length != start:

@@ -70,7 +70,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def absorb(self, denominator: Tensor) -> None:
-        """Adds the compute parameters' gradients and this row's denominator to the step in the making.
+        """Adds the compute parameters' gradients and this row's denominator (0-dim) to the step in the making.
 
         Takes the gradients away from the parameters; the first fp32 ones of a step are kept as they are, not copied.
         fp32 gradients exist from here to the end of the step only: not while the first row's activations do.
@@ -87,14 +87,14 @@ class MasterOptimizer:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """fp32 sums of numerator gradients of the step in the making, in the order of `masters`."""
+        """fp32 sums of numerator gradients of the step in the making, in the order and shapes of `masters`."""
         if not self._gradients:
             self._gradients = [torch.zeros_like(master) for master in self.masters]
         return self._gradients
 
     @property
     def denominator(self) -> Tensor:
-        """Scalar sum of denominators of the step in the making."""
+        """0-dim fp64: sum of denominators of the step in the making."""
         return self._denominator
 
     @torch.no_grad()
@@ -147,8 +147,8 @@ class MasterOptimizer:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of a matrix under
-        Muon `NAME.momentum_buffer`."""
+        """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` (0-dim); of a matrix
+        under Muon `NAME.momentum_buffer`. Otherwise in the parameter's shape."""
         for name, master in zip(self.names, self.masters, strict=True):
             owner = self.adamw if self.muon is None or master.ndim != 2 else self.muon
             for key, value in owner.state[master].items():
@@ -156,13 +156,13 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_moments(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `moments`; all keys must be there."""
+        """Inverse of `moments`: the same keys and shapes. KeyError: one is missing."""
         for key, value in self.moments():
             value.copy_(tensors[key])
 
     @torch.no_grad()
     def load_masters(self, tensors: dict[str, Tensor]) -> None:
-        """Sets masters (and compute copies) by parameter name."""
+        """Sets masters (and compute copies), each from the tensor of its name and shape. KeyError: one is missing."""
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(tensors[name])
         self.refresh()

@@ -68,7 +68,7 @@ class DrafterStep:
         embedding: the target's input embedding.
         head: the draft's head, with the soft cap and multiplier of the drafter's spec.
         objective: what is minimised.
-        teacher: the target's own head; needed if `objective.needs_teacher`.
+        teacher: the target's own head; needed if `objective.needs_teacher`, else UserError (so for fp8 without a GPU).
         row_tokens: tokens of a full row.
         seed: the run's seed; draws of a sample depend on (seed, epoch, sample id) only.
         final_norm: the target's final norm, applied where a row carries its last hidden state before it.

@@ -39,13 +39,18 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """Global weights and Nesterov momentum of the outer optimizer (DiLoCo, arXiv 2311.08105)."""
+    """Global weights and Nesterov momentum of the outer optimizer (DiLoCo, arXiv 2311.08105).
+
+    Attributes:
+        weights, momentum: fp32, one each in the shape of every parameter.
+    """
 
     weights: list[Tensor]
     momentum: list[Tensor]
 
     def stepped(self, averaged: Sequence[Tensor], learning_rate: float, momentum: float) -> OuterState:
-        """The state after one step: v = mu v + d; w = w - lr (d + mu v) with d = w - averaged. In new tensors."""
+        """The state after one step: v = mu v + d; w = w - lr (d + mu v) with d = w - averaged. In new tensors, of
+        the same shapes."""
         after = OuterState([], [])
         for weight, velocity, mean in zip(self.weights, self.momentum, averaged, strict=True):
             delta = weight - mean.to(weight)
@@ -179,7 +184,7 @@ class Synchronizer:
         return isinstance(self._config, AverageSync) and self._config.moments == "average"
 
     def of_average(self, weights: list[Tensor], moments: dict[str, Tensor] | None) -> Reduced:
-        """What members become whose weights (and moments) were averaged, however that was done.
+        """What members become whose weights (in the masters' shapes) and moments were averaged, however that was done.
 
         Raises:
             RunFailedError: an averaged weight is not finite.
@@ -193,12 +198,12 @@ class Synchronizer:
         return Reduced(weights=weights, moments=moments, resets_moments=resets)
 
     def of_copy(self, weights: list[Tensor], *, n_present: int) -> Reduced:
-        """The same for `copy`: `weights` are a copy of the first member's. Raises RunFailedError as above."""
+        """The same for `copy`: `weights` are a copy of the first member's. See `of_average` for shapes and errors."""
         _require_finite(weights, "weights of the first drafter")
         return Reduced(weights=weights if n_present > 1 else None)
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of the outer step for a checkpoint; empty for other kinds."""
+        """`global.N` and `momentum.N` of the outer step, in the N-th parameter's shape; empty for other kinds."""
         if self._outer is None:
             return {}
         named = {f"global.{i}": t for i, t in enumerate(self._outer.weights)}
@@ -206,7 +211,7 @@ class Synchronizer:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state`, after `begin`."""
+        """Inverse of `state`, after `begin`: the same names and shapes. KeyError: one is missing."""
         if self._outer is None:
             return
         for i in range(len(self._outer.weights)):

@@ -48,7 +48,8 @@ def write_export(
     """Writes config.json, weights, draftline.json and the files in `texts` to `path`, whole or not at all.
 
     Args:
-        borrowed: further tensors that the format wants beside the drafter's own, such as rows of the target's head.
+        borrowed: further tensors, of any shapes, that the format wants beside the drafter's own, such as rows of the
+            target's head.
 
     Raises:
         UserError: a foreign folder at `path`, or non-finite weights.
@@ -111,7 +112,11 @@ def read_recorded_spec(path: Path) -> DrafterSpec | None:
 
 
 def read_checked_spec(path: Path, read: ReadSpec) -> DrafterSpec:
-    """The spec that config.json describes; a card beside it must say the same, and then its wording counts."""
+    """The spec that config.json describes; a card beside it must say the same, and then its wording counts.
+
+    Raises:
+        UserError: config.json describes no drafter, or the two disagree.
+    """
     where = str(path / "config.json")
     try:
         spec = read(read_json(path / "config.json"), where)
@@ -166,7 +171,7 @@ def build_drafter(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> Drafter:
-    """The drafter of a spec with these weights, every one checked. `dtype` None: the widest of the weights', exact.
+    """The drafter of a spec with these weights, each of the shape its name asks for. `dtype` None: their widest, exact.
 
     Raises:
         UserError: missing, unexpected, misshapen or non-finite weights, or a spec that cannot be built.
@@ -224,7 +229,7 @@ def _check_weights(weights: Mapping[str, torch.Tensor], expected: Mapping[str, t
 
 
 def refuse_non_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises UserError that names the first tensor with NaN or infinity."""
+    """Raises UserError that names the first tensor, of whatever shape, with NaN or infinity."""
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{name} holds NaN or infinity", where=where, mend="take an earlier checkpoint")

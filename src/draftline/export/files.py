@@ -122,7 +122,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_weights(folder: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, from one file or several.
+    """The tensors of a folder by name, in shape and dtype as stored, from one file or several.
 
     Args:
         names: only these, where they are there; None: all.

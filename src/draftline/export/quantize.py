@@ -65,7 +65,7 @@ def quantization_config() -> dict[str, Any]:
 
 
 def unquantized(weights: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """Weights as they are computed with: fp8 ones times their scale, in bf16.
+    """Weights as they are computed with: fp8 ones [out, in] times their scale [out, 1], in bf16; others unchanged.
 
     Raises:
         UserError: a quantisation that is not the one described here.

@@ -37,7 +37,7 @@ def vocabulary_tensors(ids: tuple[int, ...], head_DH: Tensor, vocab_size: int) -
 
 
 def read_vocabulary(weights: Mapping[str, Tensor], where: str) -> tuple[int, ...]:
-    """The target tokens that can be drafted, from `d2t`; `t2d`, if it is there, must say the same.
+    """The target tokens that can be drafted, from `d2t` [D]; `t2d` [V], if it is there, must say the same.
 
     Raises:
         UserError: no map, or one that contradicts itself.
@@ -56,7 +56,7 @@ def read_vocabulary(weights: Mapping[str, Tensor], where: str) -> tuple[int, ...
 
 
 def refuse_idle_map(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises UserError for a map to other tokens beside a head of the whole vocabulary: vLLM would apply it."""
+    """Raises UserError for a map `d2t` [D] to other tokens beside a head of the whole vocabulary: vLLM applies it."""
     offsets = weights.get(TO_TARGET)
     if offsets is not None and bool((offsets != 0).any()):
         raise UserError(

@@ -105,7 +105,11 @@ def export_command(
     checkpoint: str = NEWEST,
     vocabulary: tuple[int, Path | None] | None = None,
 ) -> list[str]:
-    """`draftline export`: exports, then checks what it wrote. Returns what to print."""
+    """`draftline export`: exports, then checks what it wrote. Returns what to print.
+
+    Raises:
+        UserError: no run or no output, an unknown form, or whatever `export_run` refuses.
+    """
     if source is None or output is None:
         missing = "a run folder" if source is None else "--output"
         raise UserError(f"{missing} is missing", where="export", mend="draftline export RUN --output FOLDER")
@@ -137,7 +141,11 @@ def _vocabulary_lines(output: Path) -> list[str]:
 def check_command(
     path: Path, *, form: str | None, servers: Sequence[str], target: str | None
 ) -> tuple[list[str], bool]:
-    """`draftline export --check`: what to print, and whether every server that was asked about is fine."""
+    """`draftline export --check`: what to print, and whether every server that was asked about is fine.
+
+    Raises:
+        UserError: a server that is not known, or a folder that is no drafter.
+    """
     known = _target(target)
     asked = []
     for name in servers:

@@ -41,7 +41,11 @@ def check_start(config: RunConfig, spec: DrafterSpec, num_target_layers: int) ->
 
 
 def chosen_init_layers(config: RunConfig, num_target_layers: int) -> tuple[int, ...]:
-    """Target layers that `drafter.init: target_layers` copies, one a drafter layer; the target's last by default."""
+    """Target layers that `drafter.init: target_layers` copies, one a drafter layer; the target's last by default.
+
+    Raises:
+        UserError: layers that the target does not have.
+    """
     chosen = config.drafter.init_layers
     if chosen is None:
         chosen = tuple(range(num_target_layers - config.drafter.num_layers, num_target_layers))

@@ -118,7 +118,7 @@ class TargetForwardLoop:
 
 
 def map_tensors(row: HiddenStateRow, change: Callable[[torch.Tensor], torch.Tensor]) -> HiddenStateRow:
-    """The row with `change` applied to every tensor."""
+    """The row with `change`, which keeps shapes, applied to every tensor."""
     return HiddenStateRow(
         row_id=row.row_id,
         epoch=row.epoch,

@@ -13,7 +13,11 @@ _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_nor
 
 
 def find_layers(model: Any, facts: TargetFacts) -> tuple[Any, str]:
-    """The module that runs the layers, and the name it keeps them under."""
+    """The module that runs the layers, and the name it keeps them under.
+
+    Raises:
+        UserError: no list of as many layers as the configuration says.
+    """
     for decoder in (model.get_decoder(), *model.modules()):
         for name in ("layers", "h", "blocks"):
             layers = getattr(decoder, name, None)

@@ -34,7 +34,11 @@ def quantization_kwargs(config: TargetConfig) -> dict[str, Any]:
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as a plain tensor; a quantised one is expanded, a plain one is not copied."""
+    """The weight as a plain tensor of its shape; a quantised one is expanded, a plain one is not copied.
+
+    Raises:
+        UserError: a kind of quantised weight that cannot be expanded.
+    """
     data = weight.detach()
     if type(data) is torch.Tensor:
         return data
@@ -47,6 +51,6 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 def kind_of(weight: torch.Tensor) -> list[str]:
-    """How a weight is stored, for fingerprints; empty for a plain one."""
+    """How a weight, of any shape, is stored, for fingerprints; empty for a plain one."""
     kind = type(weight.detach())
     return [] if kind is torch.Tensor else [kind.__name__]

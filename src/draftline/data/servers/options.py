@@ -143,7 +143,11 @@ def key_from_environment(name: str | None) -> ApiKey | None:
 
 
 def parse_extra_body(text: str | None) -> dict[str, Any]:
-    """The JSON object of `--extra-body`."""
+    """The JSON object of `--extra-body`.
+
+    Raises:
+        UserError: something else.
+    """
     try:
         body = json.loads(text) if text else {}
     except ValueError as error:

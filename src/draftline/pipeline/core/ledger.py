@@ -129,6 +129,7 @@ class Ledger:
 
     Raises:
         UserError: the state belongs to a plan of another length.
+        ProtocolError: row ids that are not 0..n-1 in order.
     """
 
     def __init__(self, plan: Sequence[PlannedRow], state: LedgerState | None = None) -> None:

@@ -38,7 +38,7 @@ FAILURES_TO_SET_ASIDE = 2
 
 
 class PipelineCore:
-    """State machine of a run.
+    """State machine of a run. A call that the protocol does not allow raises ProtocolError: a fault of draftline.
 
     Args:
         plan: rows with ids 0..n-1 in plan order, over all epochs.

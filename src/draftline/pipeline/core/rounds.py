@@ -9,7 +9,7 @@ from draftline.pipeline.core.ledger import Ledger, RowState
 
 
 class Rounds:
-    """The open round and its meeting.
+    """The open round and its meeting. A call out of turn raises ProtocolError.
 
     A round is closing from the first call to its meeting until its commit, whatever happens in between: a drafter that
     was called would otherwise wait for others who go on training.

@@ -80,7 +80,7 @@ class Fault(IntEnum):
 
 
 class World:
-    """One run under simulation.
+    """One run under simulation. What must hold and does not raises BrokenPromiseError.
 
     Args:
         case: sizes.

@@ -54,7 +54,11 @@ class RemoteCapture:
         return assemble_row(planned, samples, taps_TF, torch.cat(finals) if finals else None, taps=self.taps)
 
     def split(self, state: CapturedStates) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Taps and last hidden state, after the final norm, in the target's dtype and on its device."""
+        """Taps [T, F] and last hidden state [T, H], after the final norm, in the target's dtype and on its device.
+
+        Raises:
+            RunFailedError: states of another hidden size than the target's.
+        """
         hidden_TLH = state.hidden_TLH.to(device=self.target.device, dtype=self.target.dtype)
         hidden_size = self.target.embedding.weight_VH.shape[1]
         if hidden_TLH.shape[-1] != hidden_size:

@@ -16,7 +16,7 @@ from draftline.errors import UserError
 
 
 def save_whole(tensors: Mapping[str, torch.Tensor], path: Path) -> tuple[int, str]:
-    """Writes tensors under another name, syncs the file, and gives it its name.
+    """Writes tensors of any shapes under another name, syncs the file, and gives it its name.
 
     Returns:
         (bytes, sha256) of the file.
