@@ -60,7 +60,7 @@ format: $(VENV)/.tools
 	$(BIN)/ruff format .
 
 interop: $(VENV)/.interop $(VENV)/.tools
-	$(BIN)/python -m pytest tests/interop
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interop -n $(TEST_WORKERS) --dist loadfile
 
 # Runs over several hosts: raylets of one machine, and network namespaces where they may be made.
 cluster-test: $(VENV)/.cluster
