@@ -23,7 +23,11 @@
   // ---- figures and tables
 
   function showState(state) {
-    if (state.error) { element("detail").textContent = state.error; return; }
+    if (state.error) {  // what stands below is old then
+      element("detail").textContent = state.error;
+      element("verdict").textContent = "";
+      return;
+    }
     document.title = state.run + ": " + state.state;
     element("run").textContent = state.run;
     element("detail").textContent = state.detail;

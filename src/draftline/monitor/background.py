@@ -1,7 +1,7 @@
 """A tracker in a thread of its own, so that a service that is slow or gone holds up no worker.
 
 consumes     named numbers from the monitor thread and from drafters that scored validation rows (`log` never waits)
-produces     calls of the tracker, one after the other, in its own daemon thread
+produces     the tracker and calls of it, one after the other, in its own daemon thread
 waits for    numbers, or the end
 on failure   the tracker's error is kept, and raised by the next `log` or by `close`: TrackerSet reports it once
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from draftline.monitor.trackers import Tracker
 
 # Curves come every few seconds; a service that is away for hours loses the oldest of them.
 MOST_WAITING = 4096
+START_WITHIN_S = 30.0
 CLOSE_WITHIN_S = 30.0
 _log = logging.getLogger(__name__)
 
@@ -26,25 +28,42 @@ class TrackerGone(Exception):  # noqa: N818 - says what happened, in the one lin
 
 
 class BackgroundTracker:
-    """Passes numbers on in order. At most `most_waiting` wait; then the oldest are left out, and counted.
+    """Starts a tracker and passes numbers on in order. At most `most_waiting` wait; then the oldest are left out.
 
     Args:
-        tracker: called by this object's thread only.
-        close_within_s: how long `close` waits for what is left.
+        name: of the tracker.
+        start: makes it; called, as the tracker then is, by this object's thread only.
+        close_within_s: how long `close` waits for what is left, from `begin_close` on.
     """
 
     def __init__(
-        self, tracker: Tracker, *, most_waiting: int = MOST_WAITING, close_within_s: float = CLOSE_WITHIN_S
+        self,
+        name: str,
+        start: Callable[[], Tracker],
+        *,
+        most_waiting: int = MOST_WAITING,
+        close_within_s: float = CLOSE_WITHIN_S,
     ) -> None:
-        self.name = tracker.name
+        self.name = name
         self.left_out = 0
-        self._tracker, self._close_within_s = tracker, close_within_s
+        self._start, self._close_within_s = start, close_within_s
         self._waiting: deque[tuple[int, dict[str, float]]] = deque(maxlen=most_waiting)
         self._wake = threading.Condition()
-        self._closing = False
+        self._started = threading.Event()
+        self._close_by_s: float | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
+
+    def await_start(self, within_s: float = START_WITHIN_S) -> bool:
+        """True once it has started; False if that takes longer: numbers wait for it, and the run need not.
+
+        Raises:
+            Exception: whatever kept it from starting.
+        """
+        started = self._started.wait(within_s)
+        self._raise_error()
+        return started
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the numbers, to be passed on soon."""
@@ -54,12 +73,18 @@ class BackgroundTracker:
             self._waiting.append((step, dict(metrics)))
             self._wake.notify()
 
+    def begin_close(self) -> None:
+        """Let it end once it has passed on what is left; does not wait for that."""
+        with self._wake:
+            if self._close_by_s is None:
+                self._close_by_s = time.monotonic() + self._close_within_s
+            self._wake.notify()
+
     def close(self) -> None:
         """Pass on what is left, and close the tracker."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(self._close_within_s)
+        self.begin_close()
+        assert self._close_by_s is not None
+        self._thread.join(max(0.0, self._close_by_s - time.monotonic()))
         if self.left_out:
             _log.warning("tracker %s was too slow: %d oldest records were left out", self.name, self.left_out)
         if self._thread.is_alive():
@@ -72,13 +97,17 @@ class BackgroundTracker:
 
     def _run(self) -> None:
         try:
+            tracker = self._start()
+            self._started.set()
             while (record := self._next()) is not None:
-                self._tracker.log(*record)
-            self._tracker.close()
+                tracker.log(*record)
+            tracker.close()
         except Exception as error:  # noqa: BLE001 - third-party code; raised again where it is reported
             self._error = error
+        finally:
+            self._started.set()
 
     def _next(self) -> tuple[int, dict[str, float]] | None:
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._closing)
+            self._wake.wait_for(lambda: self._waiting or self._close_by_s is not None)
             return self._waiting.popleft() if self._waiting else None

@@ -98,9 +98,11 @@ class WorkerClock:
             self._done.append((now, rows, tokens))
 
     def end(self, reason: str | None = None) -> None:
-        """The worker is gone: by itself, or failed with `reason`."""
+        """The worker is gone: by itself, or failed with `reason`, of which the first line is kept."""
         with self._lock:
-            self._state, self._reason = ("ended", "") if reason is None else ("failed", reason)
+            self._state, self._reason = (
+                ("ended", "") if reason is None else ("failed", reason.strip().partition("\n")[0])
+            )
 
     def revive(self) -> None:
         """The worker was started again."""

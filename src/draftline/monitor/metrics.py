@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, cast, get_args
 
 from draftline.monitor.clock import WorkerClock
@@ -185,7 +186,9 @@ class RunMetrics:
             read_queue, read_ledger, read_gpus = self._queue, self._ledger, self._gpus
         queue = read_queue() if read_queue else None
         ledger = read_ledger() if read_ledger else LedgerCounts()
-        workers = tuple(c.status(now, self._window_s) for c in clocks)
+        statuses = (c.status(now, self._window_s) for c in clocks)
+        # The coordinator is told only while it does something: it waits for no row and holds none.
+        workers = tuple(w for w in statuses if w.role != "other" or w.activity is not None)
         capacities = _capacities(workers)
         rows_per_s, tokens_per_s = self._rates(clocks, now)
         drafters = [w for w in workers if w.role == "drafter"]
@@ -246,12 +249,14 @@ def _rate_of(points: list[tuple[float, int]], now: float, window_s: float, start
 
 
 def _capacities(workers: tuple[WorkerStatus, ...]) -> Capacities:
-    """Sum of what living workers could do. Data loading counts the time that targets waited for samples."""
+    """Sum of what living workers could do; one that has done no row yet counts like the mean of its side.
+
+    Data loading counts the time that targets waited for samples.
+    """
     alive = [w for w in workers if w.state != "failed"]
     sides = {role: [w for w in alive if w.role == role] for role in ("target", "drafter")}
-    speeds = {
-        role: sum(w.tokens_per_s for w in side if w.tokens_per_s is not None) or None for role, side in sides.items()
-    }
+    known = {role: [w.tokens_per_s for w in side if w.tokens_per_s] for role, side in sides.items()}
+    speeds = {role: fmean(known[role]) * len(side) if known[role] else None for role, side in sides.items()}
     loading = sum(w.wait_seconds.get(Wait.SAMPLES, 0.0) for w in sides["target"])
     loaded = sum(w.tokens for w in sides["target"])
     return Capacities(

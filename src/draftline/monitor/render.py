@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 
 from draftline.monitor.status import GpuGauge, QueueGauge, StatusSnapshot, WorkerStatus
@@ -16,8 +17,17 @@ def status_line(snapshot: StatusSnapshot) -> str:
 
 
 def status_lines(snapshot: StatusSnapshot, width: int) -> list[str]:
-    """The status line and the verdict, broken to `width` columns."""
-    return [*flow(status_segments(snapshot), width), *wrap(snapshot.verdict.sentence, width)]
+    """The status line, the verdict, then workers and GPUs, broken to `width` columns.
+
+    What matters most stands first: a terminal that is too low cuts the end.
+    """
+    return [*flow(status_segments(snapshot), width), *wrap(snapshot.verdict.sentence, width), *parts(snapshot, width)]
+
+
+def parts(snapshot: StatusSnapshot, width: int) -> list[str]:
+    """What each worker and each GPU does."""
+    gpus = (line for text in gpu_lines(snapshot.gpus) for line in hanging(text, width))
+    return [*worker_lines(snapshot.workers, width), *gpus]
 
 
 def status_segments(snapshot: StatusSnapshot) -> list[str]:
@@ -31,7 +41,8 @@ def status_segments(snapshot: StatusSnapshot) -> list[str]:
         f"loss {number(snapshot.loss, 3)}",
         f"acc {number(snapshot.acceptance, 2)}",
         rate(snapshot.tokens_per_s),
-        f"can: targets {rate(capacities.target_tokens_per_s)}, drafters {rate(capacities.drafter_tokens_per_s)}",
+        f"can: data {rate(capacities.data_tokens_per_s)}, targets {rate(capacities.target_tokens_per_s)}, "
+        f"drafters {rate(capacities.drafter_tokens_per_s)}",
     ]
     if snapshot.validation_acceptance is not None:
         segments[3:3] = validation_segments(snapshot)
@@ -66,16 +77,18 @@ def queue_text(queue: QueueGauge) -> str:
 
 
 def worker_lines(workers: Sequence[WorkerStatus], width: int) -> list[str]:
-    """A table of what each worker does now and where its time went; two lines a worker when it is narrow."""
+    """A table of what each worker does now and where its time went; several lines a worker where it is narrow."""
     lines = []
     for worker in workers:
         now = doing(worker)
         shares = " ".join(f"{name} {share:.0%}" for name, share in sorted(worker.shares.items(), key=_by_share))
         facts = f"{worker.rows} rows, {rate(worker.tokens_per_s)}"
-        if width >= 100:
-            lines.append(f"{worker.name:<11} {now:<34.34} {facts:<26} {shares}"[:width])
+        row = f"{worker.name:<11} {now:<34} {facts:<26} {shares}".rstrip()
+        if len(row) <= width and len(now) <= 34:
+            lines.append(row)
         else:
-            lines += [f"{worker.name}: {now}"[:width], f"  {facts}; {shares}"[:width]]
+            lines += hanging(f"{worker.name}: {now}", width)
+            lines += [f"  {line}" for line in wrap(f"{facts}; {shares}", width - 2)]
     return lines
 
 
@@ -125,20 +138,29 @@ def duration(seconds: float | None) -> str:
 
 
 def printable(text: str, encoding: str | None) -> str:
-    """The text with what the stream cannot show replaced by `?`."""
-    return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+    """The text with what the stream cannot show, or a terminal would obey, replaced by `?`; line feeds stay."""
+    shown = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "?" for c in text)
+    return shown.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break at spaces; a longer word stands alone and is cut."""
+    """Break at spaces, and inside a word that is longer than a line."""
     lines = [""]
     for word in text.split():
         joined = f"{lines[-1]} {word}".strip()
         if len(joined) <= width:
             lines[-1] = joined
         else:
-            lines.append(word[:width])
+            lines += [word[at : at + width] for at in range(0, len(word), width)]
     return [line for line in lines if line]
+
+
+def hanging(text: str, width: int) -> list[str]:
+    """The text as it is where it fits; else broken, all lines but the first indented."""
+    if len(text) <= width:
+        return [text]
+    first, *rest = wrap(text, width - 2)
+    return [first, *(f"  {line}" for line in rest)]
 
 
 def flow(segments: Sequence[str], width: int) -> list[str]:

@@ -28,7 +28,7 @@ from draftline.monitor.metrics import RunMetrics, ValidationLengths
 from draftline.monitor.status import ProcessInfo, RunEnd, StatusFile, StatusSnapshot
 from draftline.monitor.trackers import open_trackers
 
-EVENTS_FILE, STATUS_FILE = "events.jsonl", "status.json"
+EVENTS_FILE, STATUS_FILE, METRICS_FILE = "events.jsonl", "status.json", "metrics.jsonl"
 STATUS_FILE_EVERY_S = 2.0
 REFRESH_S = 1.0
 _log = logging.getLogger(__name__)

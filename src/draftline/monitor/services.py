@@ -18,13 +18,21 @@ from collections.abc import Mapping
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from draftline.errors import UserError
 
 ID_FILE = "tracker_id"
 # By name of the environment variable: their values never reach a message.
 _SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/\s@]+@|(?<=\?)[^\s'\")]+")
+# Names and passwords of addresses (people do not always escape what is special in them), and queries.
+_IN_URL = re.compile(r"(?<=://)[^\s'\"<>]*@|(?<=\?)[^\s'\")]+")
+# What follows words such as `api_key=` or `Authorization: Bearer`, whatever environment it came from.
+_NAMED = re.compile(
+    r"((?:api[_-]?key|token|secret|passw(?:or)?d|credentials?)[\"']?\s*[=:]\s*[\"']?|\b(?:bearer|basic)\s+)"
+    r"(?!\*\*\*)[^\s\"',;)]+",
+    re.IGNORECASE,
+)
 _SHORTEST_SECRET = 6
 _MOST_MESSAGE_CHARS = 300
 
@@ -151,9 +159,11 @@ def tracker_id(run_dir: Path) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A message of another package in one line, without passwords in addresses and values of secret variables."""
+    """A message of another package in one line, without passwords in addresses, values of secret variables, and what
+    calls itself a key or a password."""
     for name in os.environ:
-        value = os.environ[name]
+        value = os.environ[name].strip()
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, "***")
-    return _IN_URL.sub("***", " ".join(text.split()))[:_MOST_MESSAGE_CHARS]
+            for written in (value, quote(value, safe=""), quote_plus(value)):
+                text = text.replace(written, "***")
+    return _NAMED.sub(r"\1***", _IN_URL.sub("***", " ".join(text.split())))[:_MOST_MESSAGE_CHARS]

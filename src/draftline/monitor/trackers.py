@@ -1,7 +1,8 @@
 """Where training curves go. `metrics.jsonl` always; TensorBoard and the services of services.py when configured.
 
-A tracker that cannot start is the user's to mend before the run; one that fails later is reported once and left out,
-and the run goes on. Only numbers are ever handed over, never configuration, so nothing secret can be logged.
+A tracker that is not installed or not logged in is the user's to mend before the run; one that fails, at its start (a
+service that is away) or later, is reported once and left out, and the run goes on. Only numbers are ever handed over,
+never configuration, so nothing secret can be logged.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from draftline.errors import UserError
 
@@ -74,6 +76,14 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+@runtime_checkable
+class Unhurried(Protocol):
+    """A tracker that may take long to close."""
+
+    def begin_close(self) -> None:
+        """Begin it, without waiting."""
+
+
 class TrackerSet:
     """Several trackers as one that never raises. Thread-safe.
 
@@ -85,6 +95,18 @@ class TrackerSet:
         self._lock = threading.Lock()
         self.failed: dict[str, str] = {}
 
+    def add(self, tracker: Tracker) -> None:
+        """One more, which has started."""
+        with self._lock:
+            self._trackers.append(tracker)
+
+    def left_out(self, name: str, error: Exception) -> None:
+        """Record and report a tracker that failed."""
+        from draftline.monitor.services import without_secrets
+
+        self.failed[name] = without_secrets(f"{type(error).__name__}: {error}")
+        _log.warning("tracker %s failed and is switched off: %s", name, self.failed[name])
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the numbers to each tracker that still works."""
         with self._lock:
@@ -92,21 +114,21 @@ class TrackerSet:
                 self._guard(tracker, lambda t=tracker: t.log(step, metrics))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close each tracker. Safe to call twice."""
+        """Close each tracker, those that may take long at the same time. Safe to call twice."""
         with self._lock:
+            for tracker in self._trackers:
+                if isinstance(tracker, Unhurried):
+                    tracker.begin_close()
             for tracker in list(self._trackers):
                 self._guard(tracker, tracker.close)
             self._trackers.clear()
 
     def _guard(self, tracker: Tracker, action: Callable[[], None]) -> None:
-        from draftline.monitor.services import without_secrets
-
         try:
             action()
         except Exception as error:  # noqa: BLE001 - third-party code; recorded, reported and disabled, as documented
-            self.failed[tracker.name] = without_secrets(f"{type(error).__name__}: {error}")
             self._trackers.remove(tracker)
-            _log.warning("tracker %s failed and is switched off: %s", tracker.name, self.failed[tracker.name])
+            self.left_out(tracker.name, error)
 
 
 def open_trackers(names: Sequence[str], run_dir: Path, project: str = "draftline") -> TrackerSet:
@@ -117,19 +139,24 @@ def open_trackers(names: Sequence[str], run_dir: Path, project: str = "draftline
         project: under which services file the run.
 
     Raises:
-        UserError: a tracker is not installed or cannot start.
+        UserError: a tracker is not installed or not logged in.
     """
     try:
-        trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
+        several = TrackerSet([JsonlTracker(run_dir / "metrics.jsonl")])
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", where=str(run_dir / "metrics.jsonl")) from None
-    try:
-        for name in names:
-            trackers.append(_start(name, run_dir, project))
-    except UserError:
-        TrackerSet(trackers).close()
-        raise
-    return TrackerSet(trackers)
+    for name in names:
+        try:
+            several.add(_start(name, run_dir, project))
+        except ImportError:
+            several.close()
+            raise not_installed(name) from None
+        except UserError:
+            several.close()
+            raise
+        except Exception as error:  # noqa: BLE001 - third-party code; recorded and reported, as documented
+            several.left_out(name, error)
+    return several
 
 
 def not_installed(name: str) -> UserError:
@@ -139,23 +166,8 @@ def not_installed(name: str) -> UserError:
 
 
 def _start(name: str, run_dir: Path, project: str) -> Tracker:
-    from draftline.monitor.services import without_secrets
-
-    try:
-        if name == "tensorboard":
-            return TensorBoardTracker(run_dir / "tensorboard")
-        return _service(name, run_dir, project)
-    except ImportError:
-        raise not_installed(name) from None
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - third-party code; whatever it is, the user must mend it first
-        reason = without_secrets(f"{type(error).__name__}: {error}")
-        mend = "see what it says, or leave it out"
-        raise UserError(f"{name} cannot start: {reason}", where="monitor.trackers", mend=mend) from None
-
-
-def _service(name: str, run_dir: Path, project: str) -> Tracker:
+    if name == "tensorboard":
+        return TensorBoardTracker(run_dir / "tensorboard")
     from draftline.monitor import services
     from draftline.monitor.background import BackgroundTracker
 
@@ -164,4 +176,7 @@ def _service(name: str, run_dir: Path, project: str) -> Tracker:
         "trackio": services.TrackioTracker,
         "mlflow": services.MlflowTracker,
     }
-    return BackgroundTracker(kinds[name](run_dir, project))
+    tracker = BackgroundTracker(name, partial(kinds[name], run_dir, project))
+    if not tracker.await_start():
+        _log.warning("tracker %s takes long to start; the run goes on, and its figures wait for it", name)
+    return tracker

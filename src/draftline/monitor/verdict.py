@@ -50,21 +50,25 @@ def bottleneck(
     running = [w for w in workers if w.state == "running"]
     return (
         _dead(workers)
+        or _without_drafters(workers, running)
         or _compiling(running)
         or _stuck(running, stall_after_s)
         or _stalled(running, queue, stall_after_s)
-        or _starting(running)
+        or _starting(running, stall_after_s)
         or _by_waiting(running, capacities)
     )
 
 
 def rate(tokens_per_s: float | None) -> str:
-    """`41.2 ktok/s`, `950 tok/s`, `? tok/s`."""
+    """`41.2 ktok/s`, `950 tok/s`, `? tok/s`, `3.1 Mtok/s`."""
     if tokens_per_s is None:
         return "? tok/s"
-    if tokens_per_s < 1000:
-        return f"{tokens_per_s:.0f} tok/s"
-    return f"{tokens_per_s / 1000:.{0 if tokens_per_s >= 100_000 else 1}f} ktok/s"
+    value, unit = tokens_per_s, ""
+    for larger in ("k", "M", "G"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.{1 if unit and value < 99.95 else 0}f} {unit}tok/s"
 
 
 def count(number: int, noun: str) -> str:
@@ -78,10 +82,20 @@ def _dead(workers: Sequence[WorkerStatus]) -> Verdict | None:
         return None
     first = dead[0]
     left = sum(w.state == "running" and w.role == first.role for w in workers)
-    others = f"{count(left, first.role)} carry on" if left else f"no {first.role} is left"
+    others = (
+        f"{count(left, first.role)} {'carries' if left == 1 else 'carry'} on" if left else f"no {first.role} is left"
+    )
     reason = f" ({first.reason})" if first.reason else ""
     names = ", ".join(w.name for w in dead)
     return Verdict(cause="dead_worker", sentence=f"{names} {'is' if len(dead) == 1 else 'are'} dead{reason}; {others}")
+
+
+def _without_drafters(workers: Sequence[WorkerStatus], running: Sequence[WorkerStatus]) -> Verdict | None:
+    """A run that ends: whoever is still at something does it for nobody."""
+    if any(w.role == "drafter" for w in running) or not any(w.role == "drafter" for w in workers):
+        return None
+    left = ", ".join(f"{w.name} ({w.activity or 'idle'} {w.what}".rstrip() + ")" for w in running)
+    return Verdict(cause="ended", sentence=f"all drafters have ended; still there: {left}")
 
 
 def _compiling(workers: Sequence[WorkerStatus]) -> Verdict | None:
@@ -96,13 +110,14 @@ def _compiling(workers: Sequence[WorkerStatus]) -> Verdict | None:
 
 def _stuck(workers: Sequence[WorkerStatus], stall_after_s: float) -> Verdict | None:
     for worker in workers:
-        usual = worker.row_s
+        peers = (w.row_s for w in workers if w.role == worker.role and w.row_s is not None)
+        usual = worker.row_s if worker.row_s is not None else max(peers, default=None)
         if worker.activity != "working" or usual is None:
             continue
         if worker.since_s >= max(stall_after_s, STUCK_FACTOR * usual):
             sentence = (
                 f"{worker.name} is stuck: working on {worker.what or 'a row'} for {worker.since_s:.0f} s, "
-                f"a row usually takes it {usual:.2g} s"
+                f"a row usually takes {'it' if worker.row_s is not None else f'a {worker.role}'} {usual:.2g} s"
             )
             return Verdict(cause="stuck_worker", sentence=sentence)
     return None
@@ -118,10 +133,13 @@ def _stalled(workers: Sequence[WorkerStatus], queue: QueueGauge | None, stall_af
     return Verdict(cause="stalled", sentence=f"stalled: nothing has moved for {still:.0f} s: {each}{holds}")
 
 
-def _starting(workers: Sequence[WorkerStatus]) -> Verdict | None:
+def _starting(workers: Sequence[WorkerStatus], stall_after_s: float) -> Verdict | None:
+    """Nobody knows yet how long a row takes: whoever has been at something for long is named, but not called stuck."""
     if any(w.role == "drafter" and w.rows for w in workers) or not any(w.role == "drafter" for w in workers):
         return None
-    return Verdict(cause="starting", sentence="starting: no row has been trained yet")
+    at_it = [w for w in workers if w.activity not in (None, "waiting") and w.since_s >= stall_after_s]
+    told = "".join(f"; {w.name} has been {w.activity} {w.what}".rstrip() + f" for {w.since_s:.0f} s" for w in at_it[:3])
+    return Verdict(cause="starting", sentence=f"starting: no row has been trained yet{told}")
 
 
 def _by_waiting(workers: Sequence[WorkerStatus], capacities: Capacities) -> Verdict:
@@ -135,13 +153,20 @@ def _by_waiting(workers: Sequence[WorkerStatus], capacities: Capacities) -> Verd
         sentence = f"{overhead} takes {share:.0%} of the drafters' time; {_OVERHEADS[overhead]}"
         return Verdict(cause="overhead", sentence=sentence, split=_split(capacities))
     if starved >= WAITING_SHARE and starved >= blocked:
-        if loading >= WAITING_SHARE:
+        working = _mean(w.shares.get("working", 0.0) for w in targets)
+        if loading >= WAITING_SHARE and (loading >= working or _targets_suffice(capacities)):
             return _slow_data(capacities, loading)
         return _slow_target(targets) or _unbalanced("starved_drafters", capacities)
     if blocked >= WAITING_SHARE:
         return _unbalanced("drafter_bound", capacities)
     sentence = f"balanced: no side waits for the other more than {WAITING_SHARE:.0%} of its time"
     return Verdict(cause="balanced", sentence=sentence, split=_split(capacities))
+
+
+def _targets_suffice(c: Capacities) -> bool:
+    """Without any waiting for samples the targets would keep the drafters busy."""
+    supply, demand = c.target_tokens_per_s, c.drafter_tokens_per_s
+    return supply is not None and demand is not None and supply >= (1 - WAITING_SHARE) * demand
 
 
 def _overhead(drafters: Sequence[WorkerStatus]) -> tuple[str, float]:
@@ -192,6 +217,8 @@ def _unbalanced(cause: Cause, c: Capacities) -> Verdict:
     deliver, take = rate(c.target_tokens_per_s), rate(c.drafter_tokens_per_s)
     split = _split(c)
     better = split is not None and split != (c.targets, c.drafters)
+    if _contradicts(cause, c):
+        return _uneven(cause, c, split)
     if cause == "starved_drafters":
         why = f"drafters are starved: {targets} can deliver {deliver}, {drafters} could take {take}"
         mend = "add a target or use the idle time with more objective.anchors"
@@ -201,6 +228,24 @@ def _unbalanced(cause: Cause, c: Capacities) -> Verdict:
     if better and split is not None:
         mend += f"; of {c.targets + c.drafters} workers {split[0]}:{split[1]} (targets:drafters) would balance best"
     return Verdict(cause=cause, sentence=f"{why}; {mend}", split=split)
+
+
+def _contradicts(cause: Cause, c: Capacities) -> bool:
+    """The side that waits is the slower one: it is not the other's speed that it waits for."""
+    if c.target_tokens_per_s is None or c.drafter_tokens_per_s is None:
+        return False
+    surplus = c.target_tokens_per_s - c.drafter_tokens_per_s
+    return surplus > 0 if cause == "starved_drafters" else surplus < 0
+
+
+def _uneven(cause: Cause, c: Capacities, split: tuple[int, int] | None) -> Verdict:
+    able = f"targets can deliver {rate(c.target_tokens_per_s)} and drafters take {rate(c.drafter_tokens_per_s)}"
+    if cause == "starved_drafters":
+        sentence = f"drafters wait for rows although {able}: rows come unevenly; raise pipeline.hs_queue_depth"
+    else:
+        mend = "raise pipeline.hs_queue_depth or sync.every_rows"
+        sentence = f"targets wait although {able}: rows are taken unevenly, as around meetings; {mend}"
+    return Verdict(cause=cause, sentence=sentence, split=split)
 
 
 def _split(c: Capacities) -> tuple[int, int] | None:

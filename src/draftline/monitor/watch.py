@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,9 @@ from rich.text import Text
 
 from draftline.errors import UserError
 from draftline.monitor.console import is_live, make_console, plain
-from draftline.monitor.render import duration, flow, gpu_lines, printable, status_segments, worker_lines, wrap
-from draftline.monitor.run import STATUS_FILE
+from draftline.monitor.history import queue_lines
+from draftline.monitor.render import duration, flow, parts, printable, status_segments, wrap
+from draftline.monitor.run import METRICS_FILE, STATUS_FILE
 from draftline.monitor.status import SCHEMA_VERSION, ProcessInfo, StatusFile, StatusSnapshot
 
 RunState = Literal["running", "silent", "closed", "stopped", "failed", "killed", "elsewhere"]
@@ -94,12 +95,12 @@ def watch_run(
     status = read_status(run_dir)
     if once or not is_live(console):
         return _watch_log(run_dir, status, once, console, sleep)
-    with Live(_picture(status, console), console=console, auto_refresh=False) as live:
+    with Live(_picture(run_dir, status, console), console=console, auto_refresh=False) as live:
         try:
             while status.state not in _OVER:
                 sleep(WATCH_EVERY_S)
                 status = read_status(run_dir)
-                live.update(_picture(status, console), refresh=True)
+                live.update(_picture(run_dir, status, console), refresh=True)
         except KeyboardInterrupt:
             return status
     return status
@@ -111,7 +112,7 @@ def _watch_log(
     columns = console.width if is_live(console) else LOG_COLUMNS
     try:
         while True:
-            plain(console, render_status(status, columns))
+            plain(console, render_status(status, columns, queue_lines(run_dir / METRICS_FILE, columns)))
             if once or status.state in _OVER:
                 return status
             sleep(WATCH_LOG_EVERY_S)
@@ -120,23 +121,25 @@ def _watch_log(
         return status
 
 
-def _picture(status: RunStatus, console: Console) -> Text:
-    return Text(printable(render_status(status, max(20, console.width - 1)), console.encoding))
+def _picture(run_dir: Path, status: RunStatus, console: Console) -> Text:
+    width = max(20, console.width - 1)
+    picture = render_status(status, width, queue_lines(run_dir / METRICS_FILE, width))
+    return Text(printable(picture, console.encoding))
 
 
-def render_status(status: RunStatus, width: int) -> str:
-    """The whole of it as text, at most `width` columns wide: state, figures, workers, verdict."""
+def render_status(status: RunStatus, width: int, history: Sequence[str] = ()) -> str:
+    """The whole of it as text, at most `width` columns wide: state, verdict, figures, workers.
+
+    The verdict stands above what a low terminal may cut off.
+
+    Args:
+        history: lines on how it has been, shown below the figures.
+    """
     snapshot = status.snapshot
     head = f"{status.detail}; {duration(snapshot.elapsed_s)} in all"
     verdict = [] if status.state in ("closed", "stopped") else wrap(snapshot.verdict.sentence, width)
-    lines = [
-        *wrap(head, width),
-        *flow(status_segments(snapshot), width),
-        *worker_lines(snapshot.workers, width),
-        *(line[:width] for line in gpu_lines(snapshot.gpus)),
-        *verdict,
-    ]
-    return "\n".join(lines)
+    figures = flow(status_segments(snapshot), width)
+    return "\n".join([*wrap(head, width), *verdict, *figures, *history, *parts(snapshot, width)])
 
 
 def _parse(text: str, path: Path) -> StatusFile:
@@ -156,7 +159,13 @@ def _parse(text: str, path: Path) -> StatusFile:
         )
     try:
         return StatusFile.model_validate_json(text)
-    except ValidationError:
+    except ValidationError as error:
+        unknown = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "extra_forbidden"]
+        if unknown:
+            mend = "use the draftline that wrote it, or a newer one"
+            raise UserError(
+                f"holds what this draftline does not know: {unknown[0]}", where=str(path), mend=mend
+            ) from None
         raise broken from None
 
 

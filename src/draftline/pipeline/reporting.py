@@ -160,8 +160,11 @@ class RunReporter:
         self._monitor.log(step, {**lengths.curves(), **loss, **recall_curves(scores.stats, "validation")})
 
     def ended(self, worker: str, error: BaseException | None) -> None:
-        """A worker thread is over."""
-        self.clock(worker).end(None if error is None else f"{type(error).__name__}: {error}")
+        """A worker thread is over. One that was woken by the failure of another has ended, but not failed."""
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, RunFailedError):
+            reason = error.reason if error.origin == worker else None
+        self.clock(worker).end(reason)
 
 
 def _gpu_uuids(plan: RunPlan) -> dict[str, str]:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from draftline.monitor.console import StatusDisplay, is_live, make_console, progress
 from draftline.monitor.metrics import RunMetrics, TrainingStats
-from draftline.monitor.render import duration, size, status_line, status_lines, worker_lines
-from draftline.monitor.status import LedgerCounts, QueueGauge, StatusSnapshot, Wait
+from draftline.monitor.render import duration, gpu_lines, printable, size, status_line, status_lines
+from draftline.monitor.status import GpuGauge, LedgerCounts, QueueGauge, StatusSnapshot, Wait
+from draftline.monitor.verdict import rate
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_the_status_line_holds_every_figure(snapshot: StatusSnapshot) -> None:
         "loss 4.500",
         "acc 1.25",
         "1.2 ktok/s",
-        "can: targets 2.0 ktok/s, drafters 3.0 ktok/s",
+        "can: data ? tok/s, targets 2.0 ktok/s, drafters 3.0 ktok/s",
         "queue 2/4 rows 3.0 MiB",
         "wait t0 17% d0 0%",
         "left 3m18s",
@@ -74,16 +75,47 @@ def test_the_status_line_holds_every_figure(snapshot: StatusSnapshot) -> None:
 
 def test_unknown_figures_are_question_marks(clock: FakeClock) -> None:
     line = status_line(RunMetrics(clock=clock).snapshot())
-    assert line == "0 rows | loss ? | acc ? | ? tok/s | can: targets ? tok/s, drafters ? tok/s | left ?"
+    can = "can: data ? tok/s, targets ? tok/s, drafters ? tok/s"
+    assert line == f"0 rows | loss ? | acc ? | ? tok/s | {can} | left ?"
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
+def letters(text: str) -> str:
+    return "".join(text.replace("|", "").split())
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100, 120, 200])
 def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(snapshot: StatusSnapshot, width: int) -> None:
-    lines = status_lines(snapshot, width)
+    """Every letter of every worker and GPU is there, of words longer than a line too."""
+    shares = {"working": 0.5, "waiting": 0.2, "averaging": 0.1, "checkpointing": 0.1, "validating": 0.1}
+    reason = "RuntimeError: CUDA error at /a/very/long/path/without/any/space/in/it/that/is/longer/than/forty.cu"
+    busy = snapshot.workers[0].model_copy(update={"shares": shares})
+    failed = snapshot.workers[1].model_copy(update={"state": "failed", "reason": reason})
+    gpu = GpuGauge(device="cuda:0", busy_share=0.97, memory_used_bytes=61 << 30, memory_total_bytes=80 << 30)
+    crowded = snapshot.model_copy(update={"workers": (busy, failed), "gpus": (gpu,)})
+    lines = status_lines(crowded, width)
     assert max(map(len, lines)) <= width
-    words = status_line(snapshot).replace("|", " ").split() + snapshot.verdict.sentence.split()
-    assert [w for line in lines for w in line.replace("|", " ").split()] == words
-    assert max(map(len, worker_lines(snapshot.workers, width))) <= width
+    seen = letters("".join(lines))
+    assert seen.startswith(letters(status_line(crowded) + crowded.verdict.sentence))
+    for words in (reason, "checkpointing 10% validating 10%", *gpu_lines([gpu])):
+        assert letters(words) in seen
+
+
+def test_a_display_in_place_shows_each_worker_and_a_log_stays_one_line(snapshot: StatusSnapshot) -> None:
+    lines = status_lines(snapshot, 120)
+    assert [line[:9] for line in lines if line[:9] in ("target-0 ", "drafter-0")] == ["target-0 ", "drafter-0"]
+    verdict, worker = (next(i for i, line in enumerate(lines) if line.startswith(w)) for w in ("targets ", "target-0"))
+    assert verdict < worker  # a low terminal cuts the end
+    assert "target-0" not in status_line(snapshot)
+
+
+def test_what_a_terminal_would_obey_is_shown_as_a_sign() -> None:
+    assert printable("a\x1b[31mb\x07\rc\nd\x9b", "utf-8") == "a?[31mb??c\nd?"
+
+
+def test_rates_read_well() -> None:
+    rates = (None, 0.4, 999.4, 999.6, 41_234, 99_960, 999_600, 52_000_000, 3e9)
+    expected = "? 0 999 1.0k 41.2k 100k 1.0M 52.0M 3.0G"
+    assert [rate(r).replace("tok/s", "").replace(" ", "") for r in rates] == expected.split()
 
 
 def test_a_log_gets_plain_lines_every_so_often(snapshot: StatusSnapshot, clock: FakeClock) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from draftline.monitor.watch import read_status, render_status, watch_run
 
 def monitor(run_dir: Path, clock: FakeClock | None = None) -> RunMonitor:
     options = {"clock": clock} if clock else {}
+    run_dir.mkdir(exist_ok=True)
     return RunMonitor(run_dir, MonitorConfig(), console=make_console(io.StringIO()), **options)  # type: ignore[arg-type]
 
 
@@ -131,6 +133,10 @@ def test_folders_that_are_no_runs_are_refused_with_one_clear_word(tmp_path: Path
         (tmp_path / "status.json").write_text(text)
         with pytest.raises(UserError, match="is not whole"):
             read_status(tmp_path)
+    with monitor(tmp_path / "new"):
+        rewrite(tmp_path / "new", lambda d: d["snapshot"].update(colour="red"))
+        with pytest.raises(UserError, match=r"holds what this draftline does not know: snapshot.colour; use the draft"):
+            read_status(tmp_path / "new")
     (tmp_path / "status.json").write_text('{"schema_version": 7, "new": {}}')
     with pytest.raises(UserError, match="is of version 7; this draftline reads up to 1"):
         read_status(tmp_path)
@@ -144,6 +150,10 @@ def test_the_picture_fits_and_names_workers_and_end(tmp_path: Path, clock: FakeC
     assert max(map(len, picture.splitlines())) <= width
     for part in ("finished at", "loss 1.500", "target-0", "drafter-0"):
         assert part in picture
+    running = replace(read_status(tmp_path), state="running")
+    lines = render_status(running, width).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("balanced"))
+    assert place < next(i for i, line in enumerate(lines) if "loss 1.500" in line)  # a low terminal cuts the end
 
 
 def test_watching_goes_on_until_the_end(tmp_path: Path, clock: FakeClock) -> None:
@@ -203,7 +213,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(caplog: pyte
     assert sum("switched off" in r.message for r in caplog.records) == 1
 
 
-def test_a_tracker_that_cannot_start_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(folder: Path) -> None:
         raise ImportError("tensorboard")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from draftline.config.schema import MonitorConfig
 from draftline.errors import UserError
+from draftline.monitor import trackers as trackers_module
 from draftline.monitor.background import BackgroundTracker
 from draftline.monitor.services import MlflowTracker, TrackioTracker, WandbTracker, tracker_id, without_secrets
 from draftline.monitor.trackers import EXTRAS, TrackerSet, open_trackers
@@ -165,23 +167,70 @@ def test_every_tracker_of_the_configuration_has_its_extra() -> None:
         assert any(name in requirement for requirement in project["optional-dependencies"][extra])
 
 
-def test_a_service_that_cannot_start_is_refused_without_its_secrets(
-    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_service_that_is_away_at_the_start_is_reported_without_its_secrets_and_the_run_goes_on(
+    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(**options: Any) -> None:
         raise ConnectionError("https://me:pass@host/x?token=abc says: key 0123456789 is wrong\nagain")
 
     monkeypatch.setenv("SOME_API_KEY", "0123456789")
     wandb.init = refuse
-    with pytest.raises(UserError) as caught:
-        open_trackers(["wandb"], tmp_path)
-    assert str(caught.value).startswith("monitor.trackers: wandb cannot start: ConnectionError: https://***host/x?***")
-    assert not [s for s in ("pass@", "abc", "0123456789", "\n") if s in str(caught.value)]
+    several = open_trackers(["wandb"], tmp_path)
+    several.log(1, {"a": 1.0})
+    several.close()
+    assert several.failed["wandb"].startswith("ConnectionError: https://***host/x?***")
+    assert "tracker wandb failed and is switched off: ConnectionError" in caplog.text
+    assert not [s for s in ("pass@", "abc", "0123456789") if s in caplog.text]
+    assert '"a": 1.0' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_messages_keep_everything_but_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_that_cannot_start_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise FileExistsError(f"a file is in the way: {folder.name}")
+
+    monkeypatch.setattr(trackers_module, "TensorBoardTracker", refuse)
+    several = open_trackers(["tensorboard"], tmp_path)
+    several.close()
+    assert several.failed == {"tensorboard": "FileExistsError: a file is in the way: tensorboard"}
+
+
+def test_a_service_that_hangs_at_the_start_is_not_waited_for_and_gets_everything_once_it_comes(
+    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let, quick = threading.Event(), wandb.init
+
+    def hang(**options: Any) -> Any:
+        let.wait()
+        return quick(**options)
+
+    monkeypatch.setattr(BackgroundTracker, "await_start", partialmethod(BackgroundTracker.await_start, within_s=0.01))
+    wandb.init = hang
+    several = open_trackers(["wandb"], tmp_path)
+    several.log(1, {"a": 1.0})
+    assert "takes long to start; the run goes on" in caplog.text
+    let.set()
+    several.close()
+    assert not several.failed
+    assert [call[1] for call in wandb.run.calls if call[0] == "log"] == [({"rows": 1, "a": 1.0},)]
+
+
+SECRETS = {
+    "OSError: no route to host:80 as hunter22": "OSError: no route to host:80 as ***",
+    "at postgres://me:p@ss/w0rd@host:5432/db now": "at postgres://***host:5432/db now",
+    "GET http://host/x?api=1&key=2 failed": "GET http://host/x?*** failed",
+    "401: Authorization: Bearer abc.def": "401: Authorization: Bearer ***",
+    "{'api_key': 'abcdef', 'n': 3}": "{'api_key': '***', 'n': 3}",
+    "password=abc; token: def, retry": "password=***; token: ***, retry",
+    "quoted sl%2Fash%20ed and sl%2Fash+ed and sl/ash ed": "quoted *** and *** and ***",
+    "3 tokens, keys 4 and 5": "3 tokens, keys 4 and 5",
+}
+
+
+@pytest.mark.parametrize("message", SECRETS)
+def test_messages_keep_everything_but_secrets(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv("MY_PASSWORD", "hunter22")
-    assert without_secrets("OSError: no route to host:80 as hunter22") == "OSError: no route to host:80 as ***"
+    monkeypatch.setenv("MY_TOKEN", "sl/ash ed")
+    assert without_secrets(message) == SECRETS[message]
 
 
 def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
@@ -212,7 +261,7 @@ class Slow:
 
 def test_a_slow_service_holds_nobody_up_and_gets_everything_in_order() -> None:
     slow = Slow()
-    tracker = BackgroundTracker(slow)
+    tracker = BackgroundTracker(slow.name, lambda: slow)
     for step in range(50):
         tracker.log(step, {"a": 1.0})
     assert slow.taken == []
@@ -223,7 +272,7 @@ def test_a_slow_service_holds_nobody_up_and_gets_everything_in_order() -> None:
 
 def test_a_service_that_hangs_is_given_up_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
-    several = TrackerSet([BackgroundTracker(slow, most_waiting=2, close_within_s=0.01)])
+    several = TrackerSet([BackgroundTracker("slow", lambda: slow, most_waiting=2, close_within_s=0.01)])
     for step in range(6):
         several.log(step, {"a": 1.0})
     several.close()
@@ -232,9 +281,21 @@ def test_a_service_that_hangs_is_given_up_at_the_end(caplog: pytest.LogCaptureFi
     slow.let.set()
 
 
+def test_services_that_hang_are_given_up_together_not_one_after_the_other() -> None:
+    slow = Slow()
+    trackers = [BackgroundTracker(str(i), lambda: slow, close_within_s=0.3) for i in range(8)]
+    several = TrackerSet(trackers)
+    several.log(1, {"a": 1.0})
+    several.close()
+    assert len(several.failed) == 8
+    closed_by = [tracker._close_by_s for tracker in trackers]
+    assert max(closed_by) - min(closed_by) < 0.3  # type: ignore[type-var, operator]
+    slow.let.set()
+
+
 def test_a_service_that_fails_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(ConnectionError("gone"))
-    several = TrackerSet([BackgroundTracker(slow)])
+    several = TrackerSet([BackgroundTracker("slow", lambda: slow)])
     several.log(1, {"a": 1.0})
     slow.let.set()
     several.close()

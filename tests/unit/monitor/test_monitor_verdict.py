@@ -69,6 +69,58 @@ def test_slow_data_loading_is_told_from_slow_targets(clock: FakeClock) -> None:
     assert "wait for samples 75% of their time" in verdict.sentence
 
 
+def test_a_little_waiting_for_samples_is_not_blamed_for_what_busy_targets_cannot_deliver(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=3)
+    scene.live(scene.targets[0], 10, wait=Wait.SAMPLES, wait_s=1, work_s=3)
+    for drafter in scene.drafters:
+        scene.live(drafter, 4, wait=Wait.ROW, wait_s=7, work_s=3)
+    clock.move(40)
+    assert scene.verdict().cause == "starved_drafters"
+
+
+def test_waiting_for_samples_is_blamed_where_the_targets_would_suffice_without_it(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=1)
+    scene.live(scene.targets[0], 10, wait=Wait.SAMPLES, wait_s=1.5, work_s=2.5)
+    scene.live(scene.drafters[0], 10, wait=Wait.ROW, wait_s=1.5, work_s=2.5)
+    clock.move(40)
+    assert scene.verdict().cause == "slow_data"
+
+
+def test_no_side_is_called_too_slow_that_is_the_faster_one(clock: FakeClock) -> None:
+    """Drafters that were held up by meetings or bursts: the side they keep waiting is slower than they are."""
+    for wait, worker in ((Wait.SLOT, "targets"), (Wait.ROW, "drafters")):
+        scene = Scene(clock, targets=1, drafters=1)
+        waiting, busy = scene.targets[0], scene.drafters[0]
+        waiting, busy = (waiting, busy) if worker == "targets" else (busy, waiting)
+        scene.live(waiting, 8, wait=wait, wait_s=1, work_s=4)
+        scene.live(busy, 8, wait="the end", wait_s=2, work_s=3)
+        clock.move(40)
+        verdict = scene.verdict()
+        assert verdict.sentence.startswith(f"{worker} wait ") and "unevenly" in verdict.sentence
+        assert "pipeline.hs_queue_depth" in verdict.sentence and "add a" not in verdict.sentence
+
+
+def test_a_worker_without_a_row_yet_counts_like_the_others_of_its_side(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=4)
+    scene.live(scene.targets[0], 10, wait="", wait_s=0, work_s=4)
+    for drafter in scene.drafters[:2]:
+        scene.live(drafter, 5, wait=Wait.ROW, wait_s=4, work_s=4)
+    clock.move(40)
+    assert scene.metrics.snapshot().capacities.drafter_tokens_per_s == 4 * 250
+    assert scene.verdict().split == (2, 3)
+
+
+def test_a_worker_that_hangs_in_its_first_row_is_judged_by_its_peers(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=2, drafters=1)
+    scene.live(scene.targets[0], 5, wait="", wait_s=0, work_s=2)
+    scene.live(scene.drafters[0], 5, wait="", wait_s=0, work_s=2)
+    with scene.targets[1].span("working", "row 3"):
+        clock.move(100)
+        verdict = scene.verdict()
+    assert verdict.cause == "stuck_worker"
+    assert "target-1 is stuck: working on row 3 for 100 s, a row usually takes a target 2 s" in verdict.sentence
+
+
 def test_one_slow_target_is_named(clock: FakeClock) -> None:
     scene = Scene(clock, targets=3, drafters=1)
     for target, work_s in zip(scene.targets, (1, 8, 1), strict=True):
@@ -89,7 +141,7 @@ def test_a_dead_worker_comes_before_the_starving_it_causes(clock: FakeClock) -> 
     clock.move(40)
     verdict = scene.verdict()
     assert verdict.cause == "dead_worker"
-    assert verdict.sentence == "target-1 is dead (CUDA error: device-side assert); 1 target carry on"
+    assert verdict.sentence == "target-1 is dead (CUDA error: device-side assert); 1 target carries on"
 
 
 def test_a_long_compile_is_not_called_a_stall(clock: FakeClock) -> None:
@@ -113,6 +165,30 @@ def test_a_stalled_queue_names_who_waits_for_what(clock: FakeClock) -> None:
         verdict = scene.verdict()
     assert verdict.cause == "stalled"
     assert "90 s: target-0 waits for a free slot, drafter-0 waits for a row; the queue holds 4 rows" in verdict.sentence
+
+
+def test_the_coordinator_between_its_tasks_hides_no_stall_and_is_not_listed(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=1)
+    coordinator = scene.metrics.worker("coordinator")
+    with coordinator.span("compiling", "all drafters"):
+        assert [w.name for w in scene.metrics.snapshot().workers] == ["target-0", "drafter-0", "coordinator"]
+    with scene.targets[0].span("waiting", Wait.SLOT), scene.drafters[0].span("waiting", Wait.ROW):
+        clock.move(90)
+        snapshot = scene.metrics.snapshot()
+    assert snapshot.verdict.cause == "stalled"
+    assert [w.name for w in snapshot.workers] == ["target-0", "drafter-0"]
+
+
+def test_a_side_that_has_ended_is_not_balanced(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=1)
+    scene.live(scene.targets[0], 3, wait="", wait_s=0, work_s=1)
+    scene.live(scene.drafters[0], 3, wait="", wait_s=0, work_s=1)
+    scene.drafters[0].end()
+    with scene.targets[0].span("working", "row 7"):
+        clock.move(3)
+        verdict = scene.verdict()
+    assert verdict.cause == "ended"
+    assert verdict.sentence == "all drafters have ended; still there: target-0 (working row 7)"
 
 
 def test_a_worker_that_hangs_in_its_work_is_stuck(clock: FakeClock) -> None:
