@@ -137,7 +137,8 @@ def verify_inputs(target: LoadedTarget, block_size: int, budgets: Sequence[int])
     }
     logits_DV = torch.randn(block_size - 1, target.vocab_size, generator=generator) * 1e-3
     for budget in budgets:
-        inputs[f"tree@{budget}"] = tree_inputs(build_tree(top_marginals(logits_DV, budget), budget), 0, device)
+        tokens, layout = tree_inputs(build_tree(top_marginals(logits_DV, budget), budget), 0)
+        inputs[f"tree@{budget}"] = tokens.on(device), layout
     return Trees(inputs)
 
 

@@ -175,7 +175,7 @@ class Scorer:
         """Real decoding by prompt lookup, as `decode`."""
 
         def opener(sample: Sample) -> Opener:
-            source = LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM, self._target.device)
+            source = LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM)
             return lambda session: linear_steps(session, source, self._task(sample))
 
         return self._decode((), opener, limits, LOOKUP_BLOCK)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,10 @@ import torch
 from draftline.decode.buffers import KeyValueBuffers, Place, RowForward, check_buffer_memory, lay_out
 from draftline.decode.cache import RollbackCache
 from draftline.decode.draft_batch import draft_together
+from draftline.decode.draft_rows import DraftRows
 from draftline.decode.generation import Generation
 from draftline.decode.memory import free_bytes
-from draftline.decode.steps import Draft, Extend, Forwarded, Prefill, Request, Steps
+from draftline.decode.steps import Draft, DraftModel, Extend, Forwarded, Prefill, Request, Steps, Tokens, Verified
 from draftline.decode.target_session import require_masks, slices_logits, tapped
 from draftline.errors import UserError
 
@@ -100,29 +101,34 @@ class BatchedTarget:
     @torch.inference_mode()
     def prefill(self, sessions: Sequence[RowSession], prompts: Sequence[Sequence[int]]) -> list[Forwarded]:
         """Runs and commits prompts; see `Prefill`."""
-        device = self.target.device
-        rows = [RowForward(torch.as_tensor(ids, dtype=torch.long, device=device), 0) for ids in prompts]
+        rows = [RowForward(Tokens(ids), 0) for ids in prompts]
         found = self._forward(sessions, rows, last_only=True)
         for session, ids in zip(sessions, prompts, strict=True):
             session.commit(len(ids))
-        return [(logits_NV[-1], taps_NF) for logits_NV, taps_NF in found]
+        return [(one.logits_NV[-1], one.taps_NF) for one in found]
 
     @torch.inference_mode()
-    def extend(self, sessions: Sequence[RowSession], requests: Sequence[Extend]) -> list[Forwarded]:
+    def extend(self, sessions: Sequence[RowSession], requests: Sequence[Extend]) -> list[Verified]:
         """Runs tokens behind each prompt's committed text; see `Extend`."""
         self._move_paths(sessions)
-        rows = [RowForward(r.ids_N, s.length, r.tree) for s, r in zip(sessions, requests, strict=True)]
+        rows = [RowForward(r.tokens, s.length, r.tree) for s, r in zip(sessions, requests, strict=True)]
         for session in sessions:
             session.n_forwards += 1
-        return self._forward(sessions, rows)
+        return self._forward(sessions, rows, greedy=any(request.greedy for request in requests))
 
     def _forward(
-        self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool = False
-    ) -> list[Forwarded]:
+        self,
+        sessions: Sequence[RowSession],
+        rows: Sequence[RowForward],
+        *,
+        last_only: bool = False,
+        greedy: bool = False,
+    ) -> list[Verified]:
         """Padded forwards of rows that go together: see `_groups`."""
-        found: dict[int, Forwarded] = {}
+        found: dict[int, Verified] = {}
         for members in self._groups(rows):
-            answers = self._padded([sessions[i] for i in members], [rows[i] for i in members], last_only=last_only)
+            own_sessions, own_rows = [sessions[i] for i in members], [rows[i] for i in members]
+            answers = self._padded(own_sessions, own_rows, last_only=last_only, greedy=greedy)
             found.update(zip(members, answers, strict=True))
         return [found[index] for index in range(len(rows))]
 
@@ -131,19 +137,19 @@ class BatchedTarget:
         CPU, where padding costs what tokens cost, narrow rows and wide ones, if that saves more than a forward takes.
         """
         edge = self.target.facts.rope_changes_at
-        is_long = [edge is not None and row.length + row.ids_N.shape[0] > edge for row in rows]
+        is_long = [edge is not None and row.length + len(row.tokens) > edge for row in rows]
         sides = [[index for index, own in enumerate(is_long) if own == side] for side in sorted(set(is_long))]
         if self.target.device.type != "cpu":
             return sides
-        return [group for side in sides for group in split_by_width(side, [row.ids_N.shape[0] for row in rows])]
+        return [group for side in sides for group in split_by_width(side, [len(row.tokens) for row in rows])]
 
     def _padded(
-        self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool
-    ) -> list[Forwarded]:
-        sizes = [row.ids_N.shape[0] for row in rows]
+        self, sessions: Sequence[RowSession], rows: Sequence[RowForward], *, last_only: bool, greedy: bool
+    ) -> list[Verified]:
+        sizes = [len(row.tokens) for row in rows]
         width, stop = max(sizes), max(row.length + size for row, size in zip(rows, sizes, strict=True))
-        spare = self._buffers.columns
-        inputs = lay_out(rows, self._windows, width=width, stop=stop, spare=spare, dtype=self.target.dtype)
+        spare, dtype, device = self._buffers.columns, self.target.dtype, self.target.device
+        inputs = lay_out(rows, self._windows, width=width, stop=stop, spare=spare, dtype=dtype, device=device)
         self._buffers.place = Place(self._row_index(sessions), inputs.columns_BN, stop)
         # Rows are filled up in front, so the last position is every row's own last token.
         options = {"logits_to_keep": 1} if last_only and self._slices_logits else {}
@@ -157,9 +163,16 @@ class BatchedTarget:
                 **options,
             )
         taps_BNF = torch.cat([captured[tap] for tap in self._taps], dim=-1) if self._taps else None
-        return [
-            (output.logits[index][-size:], None if taps_BNF is None else taps_BNF[index, width - size :])
+        found = [
+            Verified(output.logits[index][-size:], None if taps_BNF is None else taps_BNF[index, width - size :])
             for index, size in enumerate(sizes)
+        ]
+        if not greedy:
+            return found
+        own, ran = torch.stack([output.logits.argmax(dim=-1), inputs.ids_BN]).tolist()  # one wait for the device
+        return [
+            replace(one, own=own[index][width - size :], ran=ran[index][width - size :])
+            for index, (one, size) in enumerate(zip(found, sizes, strict=True))
         ]
 
     def _row_index(self, sessions: Sequence[RowSession]) -> torch.Tensor | None:
@@ -171,13 +184,15 @@ class BatchedTarget:
         moves = [(session.row, *session.move) for session in sessions if session.move is not None]
         if not moves:
             return
-        longest, spare, device = max(len(path) for _, _, path in moves), self._buffers.columns, self.target.device
-        source = torch.full((len(moves), longest), spare, device=device)
-        aim = source.clone()
-        for index, (_, first, path) in enumerate(moves):
-            source[index, : len(path)] = first + torch.tensor(path, device=device)
-            aim[index, : len(path)] = first + torch.arange(len(path), device=device)
-        self._buffers.move(torch.tensor([row for row, _, _ in moves], device=device), source, aim)
+        longest, spare = max(len(path) for _, _, path in moves), self._buffers.columns
+        table = torch.full((3, len(moves), longest), spare)
+        rows, source, aim = table
+        for index, (row, first, path) in enumerate(moves):
+            rows[index] = row
+            source[index, : len(path)] = torch.tensor(path) + first
+            aim[index, : len(path)] = torch.arange(first, first + len(path))
+        rows, source, aim = table.to(self.target.device)
+        self._buffers.move(rows[:, 0], source, aim)
         for session in sessions:
             session.move = None
 
@@ -219,6 +234,7 @@ class _Seat:
     session: RowSession
     steps: Steps
     request: Request
+    drafter: DraftModel | None = None
 
 
 @torch.inference_mode()
@@ -239,6 +255,7 @@ def decode_together(
     results: dict[int, Generation] = {}
     waiting = deque(enumerate(openers))
     seats: list[_Seat] = []
+    contexts = DraftRows()
     while waiting or seats:
         while waiting and batch.has_room:
             index, opener = waiting.popleft()
@@ -249,18 +266,20 @@ def decode_together(
             asking = [seat for seat in seats if isinstance(seat.request, kind)]
             if not asking:
                 continue
-            for seat, reply in zip(asking, _answers(batch, asking), strict=True):
+            for seat, reply in zip(asking, _answers(batch, asking, contexts), strict=True):
                 _advance(seat, reply, results)
         finished = [seat for seat in seats if seat.index in results]
         for seat in finished:
             batch.close(seat.session)
+            if seat.drafter is not None:
+                contexts.release(seat.drafter)
         seats = [seat for seat in seats if seat.index not in results]
         if finished and on_done is not None:
             on_done(len(results))
     return [results[index] for index in range(len(openers))]
 
 
-def _answers(batch: BatchedTarget, seats: Sequence[_Seat]) -> Sequence[Any]:
+def _answers(batch: BatchedTarget, seats: Sequence[_Seat], contexts: DraftRows) -> Sequence[Any]:
     """Answers to requests of one kind."""
     sessions = [seat.session for seat in seats]
     requests = [seat.request for seat in seats]
@@ -270,7 +289,10 @@ def _answers(batch: BatchedTarget, seats: Sequence[_Seat]) -> Sequence[Any]:
     extends = [request for request in requests if isinstance(request, Extend)]
     if extends:
         return batch.extend(sessions, extends)
-    return draft_together([request for request in requests if isinstance(request, Draft)])
+    for seat in seats:
+        if isinstance(seat.request, Draft):
+            seat.drafter = seat.request.drafter
+    return draft_together([request for request in requests if isinstance(request, Draft)], contexts)
 
 
 def _advance(seat: _Seat, reply: Any, results: dict[int, Generation]) -> None:

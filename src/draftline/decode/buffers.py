@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftline.decode.steps import TreeLayout
+from draftline.decode.steps import Tokens, TreeLayout
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def check_buffer_memory(target: LoadedTarget, rows: int, columns: int, free_byte
 class RowForward:
     """The tokens of one row in a forward: behind `length` committed ones, in a line or as a tree."""
 
-    ids_N: torch.Tensor
+    tokens: Tokens
     length: int
     tree: TreeLayout | None = None
 
@@ -151,37 +152,69 @@ class ForwardInputs:
 
 
 def lay_out(
-    rows: Sequence[RowForward], windows: Sequence[int | None], *, width: int, stop: int, spare: int, dtype: torch.dtype
+    rows: Sequence[RowForward],
+    windows: Sequence[int | None],
+    *,
+    width: int,
+    stop: int,
+    spare: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ForwardInputs:
     """Inputs of one forward, each row filled up in front to `width` tokens.
 
+    All of it is laid out on the host and brought over in a few copies, however many rows there are.
+
     Args:
-        rows: on one device.
         windows: sliding window of each layer in tokens, None for full attention.
         stop: columns that are read.
         spare: the column that filling tokens are written to.
         dtype: of the additive masks.
+        device: of the forward.
     """
-    device, n_rows = rows[0].ids_N.device, len(rows)
-    ids_BN = torch.zeros((n_rows, width), dtype=torch.long, device=device)
-    depths_BN = torch.zeros((n_rows, width), dtype=torch.long, device=device)
-    columns_BN = torch.full((n_rows, width), spare, dtype=torch.long, device=device)
-    square_BNN = torch.zeros((n_rows, width, width), dtype=torch.bool, device=device)
+    table_4BN = np.zeros((4, len(rows), width), dtype=np.int64)
+    ids_BN, depths_BN, columns_BN, lengths_BN = table_4BN
+    columns_BN[:] = spare
     for index, row in enumerate(rows):
-        n_tokens = row.ids_N.shape[0]
-        steps_N = torch.arange(n_tokens, device=device)
-        ids_BN[index, width - n_tokens :] = row.ids_N
-        columns_BN[index, width - n_tokens :] = row.length + steps_N
-        depths_BN[index, width - n_tokens :] = steps_N if row.tree is None else row.tree.depths_N
-        visible_NN = steps_N[:, None] >= steps_N if row.tree is None else row.tree.visible_NN
-        square_BNN[index, width - n_tokens :, width - n_tokens :] = visible_NN
-    lengths_B = torch.tensor([row.length for row in rows], device=device)
-    positions_BN = depths_BN + lengths_B[:, None]
+        n_tokens = len(row.tokens)
+        first = width - n_tokens
+        steps_N = np.arange(n_tokens)
+        ids_BN[index, first : first + len(row.tokens.known)] = row.tokens.known
+        depths_BN[index, first:] = steps_N if row.tree is None else row.tree.depths_N.numpy()
+        columns_BN[index, first:] = row.length + steps_N
+        lengths_BN[index] = row.length
+    on_device = torch.from_numpy(table_4BN).to(device)
+    positions_BN, columns = on_device[1] + on_device[3], on_device[2]
+    square_BNN = _square(rows, columns != spare, width)
     by_window = {
-        window: _additive(_visible(window, lengths_B, positions_BN, columns_BN, square_BNN, stop), dtype)
+        window: _additive(_visible(window, on_device[3, :, 0], positions_BN, columns, square_BNN, stop), dtype)
         for window in dict.fromkeys(windows)
     }
-    return ForwardInputs(ids_BN, positions_BN, columns_BN, _by_kind(by_window))
+    return ForwardInputs(_with_drafts(on_device[0], rows), positions_BN, columns, _by_kind(by_window))
+
+
+def _with_drafts(ids_BN: torch.Tensor, rows: Sequence[RowForward]) -> torch.Tensor:
+    """The ids with those that only the device knows at the end of their rows."""
+    drafts = {i: row.tokens.drafts_K for i, row in enumerate(rows) if row.tokens.drafts_K is not None}
+    if not drafts:
+        return ids_BN
+    width = ids_BN.shape[1]
+    places = [range((i + 1) * width - ids_K.shape[0], (i + 1) * width) for i, ids_K in drafts.items()]
+    place_Q = torch.from_numpy(np.concatenate(places)).to(ids_BN.device)
+    return ids_BN.flatten().index_copy(0, place_Q, torch.cat(list(drafts.values()))).view_as(ids_BN)
+
+
+def _square(rows: Sequence[RowForward], is_real_BN: torch.Tensor, width: int) -> torch.Tensor:
+    """bool [B, N, N]: which tokens of the forward each of them may see; filling ones see none and are not seen."""
+    if all(row.tree is None for row in rows):
+        line_NN = torch.ones(width, width, dtype=torch.bool, device=is_real_BN.device).tril()
+        return is_real_BN[:, :, None] & is_real_BN[:, None, :] & line_NN
+    square_BNN = np.zeros((len(rows), width, width), dtype=np.bool_)
+    for index, row in enumerate(rows):
+        n_tokens = len(row.tokens)
+        visible_NN = np.tri(n_tokens, dtype=np.bool_) if row.tree is None else row.tree.visible_NN.numpy()
+        square_BNN[index, width - n_tokens :, width - n_tokens :] = visible_NN
+    return torch.from_numpy(square_BNN).to(is_real_BN.device)
 
 
 def _visible(

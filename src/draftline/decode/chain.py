@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from draftline.decode.generation import Generation
 from draftline.decode.linear import linear_steps
+from draftline.decode.reduce import GreedyChain
 from draftline.decode.sampling import GREEDY, Proposal, Sampler, Sampling
-from draftline.decode.steps import Drafted, DraftModel, Request, RoundContext, Task, drafted, run_steps
+from draftline.decode.steps import Draft, Drafted, DraftModel, Request, RoundContext, Task, run_steps
 from draftline.decode.target_session import TargetSession
 from draftline.errors import UserError
 
@@ -180,7 +181,9 @@ class ChainSource:
 
     def propose(self, context: RoundContext, sampler: Sampler) -> Generator[Request, Any, Proposal]:
         """Drafts of one block: the likeliest token of each slot, or drawn ones where the request says so."""
-        return sampler.propose((yield from drafted(self._drafter, context)))
+        if sampler.sampling.samples_drafts:
+            return sampler.propose((yield Draft(self._drafter, context)))
+        return Proposal((yield Draft(self._drafter, context, GreedyChain())))
 
 
 def chain_generate(

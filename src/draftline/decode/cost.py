@@ -73,8 +73,8 @@ def measure_cost_curve(
 
         def verify(nodes: int = nodes) -> None:
             tree = _grown(marginals, nodes, budgets)
-            ids_N, layout = tree_inputs(tree, tokens[-1], target.device)
-            logits_NV, _ = session.extend(ids_N, layout)
+            own, layout = tree_inputs(tree, tokens[-1])
+            logits_NV, _ = session.extend(own.on(target.device), layout)
             tree.walk(logits_NV.argmax(dim=-1).tolist())
             session.commit(0)
 

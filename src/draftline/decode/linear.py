@@ -11,8 +11,18 @@ from typing import Any, Protocol
 
 import torch
 
-from draftline.decode.sampling import Proposal, Sampler
-from draftline.decode.steps import Request, RoundContext, Session, Steps, Task, extended, prefilled, recorder_for
+from draftline.decode.sampling import Proposal, Sampler, agreed
+from draftline.decode.steps import (
+    Request,
+    RoundContext,
+    Session,
+    Steps,
+    Task,
+    Tokens,
+    extended,
+    prefilled,
+    recorder_for,
+)
 
 
 class DraftSource(Protocol):
@@ -39,10 +49,20 @@ def linear_steps(session: Session, source: DraftSource, task: Task) -> Steps:
     while not recorder.done:
         slots = recorder.slots
         proposal = yield from source.propose(RoundContext(recorder.tokens, taps_SF, slots), sampler)
-        block_N = torch.cat([proposal.drafts_K.new_tensor([recorder.tokens[-1]]), proposal.drafts_K])
-        logits_NV, taps_NF = yield from extended(block_N)
-        new_tokens = sampler.verify(proposal, logits_NV)
-        produced = recorder.commit(new_tokens, drafted=proposal.drafts_K.shape[0], slots=slots)
+        block = _block(recorder.tokens[-1], proposal.drafts_K)
+        found = yield from extended(block, greedy=task.sampling.is_greedy)
+        if task.sampling.is_greedy:
+            new_tokens = agreed(found.own, found.ran[1:])
+        else:
+            new_tokens = sampler.verify(proposal, found.logits_NV)
+        produced = recorder.commit(new_tokens, drafted=len(block) - 1, slots=slots)
         session.commit(produced)
-        taps_SF = None if taps_NF is None else taps_NF[:produced]
+        taps_SF = None if found.taps_NF is None else found.taps_NF[:produced]
     return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays)
+
+
+def _block(root: int, drafts_K: torch.Tensor) -> Tokens:
+    """The newest token, then its drafts."""
+    if drafts_K.device.type == "cpu":
+        return Tokens([root, *drafts_K.tolist()])
+    return Tokens([root], drafts_K)

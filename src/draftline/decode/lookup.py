@@ -55,10 +55,9 @@ class LookupSource:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, block_size: int, max_ngram: int, device: torch.device | str) -> None:
+    def __init__(self, block_size: int, max_ngram: int) -> None:
         self.block_size = block_size
         self._index = NgramIndex(max_ngram)
-        self._device = device
 
     def propose(
         self,
@@ -68,7 +67,7 @@ class LookupSource:
         """What followed the last words earlier in the text; nothing if they are new."""
         yield from ()  # a generator, like all sources, that asks for nothing
         drafts = self._index.continuation(context.tokens, context.slots - 1)
-        return Proposal(torch.tensor(drafts, dtype=torch.long, device=self._device))
+        return Proposal(torch.tensor(drafts, dtype=torch.long))
 
 
 def lookup_generate(
@@ -87,5 +86,5 @@ def lookup_generate(
         block_size: slots of a block, so at most block_size - 1 drafts.
         max_ngram: longest suffix looked up; other arguments as in `plain_generate`.
     """
-    session, source = TargetSession(target), LookupSource(block_size, max_ngram, target.device)
+    session, source = TargetSession(target), LookupSource(block_size, max_ngram)
     return run_steps(session, linear_steps(session, source, Task(prompt_ids, max_new_tokens, stop_token_ids, sampling)))

@@ -1,7 +1,7 @@
 """Attention of several prompts' blocks in one call: contexts and blocks padded to the longest.
 
 Prompt by prompt it takes some ten launches a prompt and layer, which is what a round of many prompts waits for on a
-GPU; here it takes two copies a prompt and layer, and one attention.
+GPU; here it is one attention a layer.
 
 Shape letters: P prompts, B slots of the longest block, C context tokens of the longest, N query and M key/value heads,
 D head size, Q slots of all blocks end to end.
@@ -22,6 +22,19 @@ from draftline.drafter.masks import MaskRule
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedView:
+    """What one kind of layer reads and sees.
+
+    Attributes:
+        columns_PC: positions of each prompt's context to read, from the rule's floor on.
+        visible_PBS: bool [P, B, C + B], what each slot sees of them and of its block.
+    """
+
+    columns_PC: Tensor
+    visible_PBS: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PaddedBlocks:
     """The blocks of one round.
 
@@ -33,8 +46,8 @@ class PaddedBlocks:
     starts: Sequence[int]
     sizes: Sequence[int]
 
-    def visible(self, rule: MaskRule, device: torch.device) -> Tensor:
-        """bool [P, B, C + B]: what each slot sees of the padded context and its block; filling slots see themselves."""
+    def view(self, rule: MaskRule, device: torch.device) -> PaddedView:
+        """What a kind of layer reads and sees; filling slots see themselves."""
         floors = [rule.context_floor(start) for start in self.starts]
         width, longest = max(self.sizes), max(s - f for s, f in zip(self.starts, floors, strict=True))
         table = torch.tensor([self.starts, floors, self.sizes], device=device)
@@ -44,19 +57,18 @@ class PaddedBlocks:
         context_PBC = rule.context(starts_P11, slots_B[:, None], keys_PC[:, None])
         block_PBB = rule.block(slots_B[:, None], slots_B) & (slots_B < sizes_P11)
         block_PBB = block_PBB | torch.eye(width, dtype=torch.bool, device=device)
-        return torch.cat((context_PBC, block_PBB), dim=-1)
+        # A shorter context is filled up with columns that are held, whatever is there: none of its slots sees them.
+        return PaddedView(keys_PC.clamp(max=max(self.starts) - 1), torch.cat((context_PBC, block_PBB), dim=-1))
 
-    def attend(self, held: Sequence[KeyValue], visible_PBS: Tensor) -> Attend:
-        """Attention of all blocks over their held contexts (each [C, M, D], from its floor on) and themselves."""
+    def attend(self, held: KeyValue, visible_PBS: Tensor) -> Attend:
+        """Attention of all blocks over their held contexts [P, C, M, D] and themselves."""
 
         def attend_to(q_QND: Tensor, k_QMD: Tensor, v_QMD: Tensor) -> Tensor:
             groups = q_QND.shape[1] // k_QMD.shape[1]
             q_PNBD = self._padded(q_QND).transpose(1, 2)
             k_PNSD, v_PNSD = (
-                torch.cat((pad_sequence(context, batch_first=True), self._padded(own)), dim=1)
-                .transpose(1, 2)
-                .repeat_interleave(groups, dim=1)
-                for context, own in (([k for k, _ in held], k_QMD), ([v for _, v in held], v_QMD))
+                torch.cat((context_PCMD, self._padded(own)), dim=1).transpose(1, 2).repeat_interleave(groups, dim=1)
+                for context_PCMD, own in zip(held, (k_QMD, v_QMD), strict=True)
             )
             out_PNBD = F.scaled_dot_product_attention(q_PNBD, k_PNSD, v_PNSD, attn_mask=visible_PBS[:, None])
             return self._end_to_end(out_PNBD.transpose(1, 2))

@@ -9,7 +9,7 @@ import torch
 
 from draftline.decode.generation import Generation, Leaders
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
-from draftline.decode.steps import Session, Steps, Task, extended, prefilled, recorder_for, run_steps
+from draftline.decode.steps import Session, Steps, Task, Tokens, extended, prefilled, recorder_for, run_steps
 from draftline.decode.target_session import TargetSession
 
 if TYPE_CHECKING:
@@ -25,20 +25,21 @@ def plain_steps(session: Session, task: Task, *, record_leaders: bool = False) -
     recorder = recorder_for(session, task, block_size=1)
     sampler = Sampler(task.sampling, session.target.device)
     best: list[tuple[torch.Tensor, torch.Tensor]] = []
+    greedy = task.sampling.is_greedy
     logits_V, _ = yield from prefilled(task.prompt_ids)
-    token_1 = sampler.pick(logits_V[None])
-    recorder.begin(int(token_1))
+    token = int(sampler.pick(logits_V[None]))
+    recorder.begin(token)
     while True:
         if record_leaders:
-            found = logits_V.float().topk(min(N_LEADERS, logits_V.shape[0]))
-            best.append((found.values, found.indices))
+            leading = logits_V.float().topk(min(N_LEADERS, logits_V.shape[0]))
+            best.append((leading.values, leading.indices))
         if recorder.done:
             break
-        logits_NV, _ = yield from extended(token_1)
+        found = yield from extended(Tokens([token]), greedy=greedy)
         session.commit(1)
-        logits_V = logits_NV[-1]
-        token_1 = sampler.pick(logits_V[None])
-        recorder.commit([int(token_1)], drafted=0, slots=1)
+        logits_V = found.logits_NV[-1]
+        token = found.own[-1] if greedy else int(sampler.pick(logits_V[None]))
+        recorder.commit([token], drafted=0, slots=1)
     leaders = _leaders(best) if record_leaders else None
     return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays, leaders=leaders)
 

@@ -5,6 +5,7 @@ Shape letters: N positions, V vocabulary, K drafts of a block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,7 +64,7 @@ class Proposal:
     """Drafts of one block.
 
     Attributes:
-        drafts_K: int64 token ids of slots 1..K.
+        drafts_K: int64 token ids of slots 1..K; on the host if no drafter made them.
         probs_KV: distribution each was drawn from; None for a proposal without chance (all mass on the draft).
         tokens_KV: the tokens that `probs_KV` is over, where it is not the whole vocabulary in order.
     """
@@ -162,9 +163,8 @@ class Sampler:
         if drawn_from_KV is not None and not self.sampling.is_greedy:
             return self._reject(proposal.drafts_K, drawn_from_KV, self.probs(logits_NV))
         own_N = self.pick(logits_NV)
-        own, drafts = _to_host(own_N, proposal.drafts_K)
-        n_accepted = next((k for k, draft in enumerate(drafts) if draft != own[k]), len(drafts))
-        return own[: n_accepted + 1]
+        joined = torch.cat([own_N, proposal.drafts_K.to(own_N.device)]).tolist()  # one wait for the device
+        return agreed(joined[: own_N.shape[0]], joined[own_N.shape[0] :])
 
     def _reject(self, drafts_K: torch.Tensor, q_KV: torch.Tensor, p_NV: torch.Tensor) -> list[int]:
         n_drafts = drafts_K.shape[0]
@@ -180,7 +180,11 @@ class Sampler:
         return [*drafts_K[:n_accepted].tolist(), int(self.draw(last_V[None]))]
 
 
-def _to_host(own_N: torch.Tensor, drafts_K: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Both as lists, with one wait for the device."""
-    joined: list[int] = torch.cat([own_N, drafts_K]).tolist()
-    return joined[: own_N.shape[0]], joined[own_N.shape[0] :]
+def agreed(own: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """Tokens to commit: the leading drafts that are the target's own choice, then one more of its own.
+
+    Args:
+        own: the target's token behind the root and behind each draft.
+    """
+    n_accepted = next((k for k, draft in enumerate(drafts) if draft != own[k]), len(drafts))
+    return list(own[: n_accepted + 1])

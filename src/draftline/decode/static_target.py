@@ -19,7 +19,7 @@ from draftline.decode.buffers import KeyValueBuffers, Masks, Place, RowForward, 
 from draftline.decode.generation import device_clock
 from draftline.decode.memory import free_bytes
 from draftline.decode.static_call import Outputs, StaticCall, StaticCompiler, column_stops, smallest_fit
-from draftline.decode.steps import Forwarded, TreeLayout
+from draftline.decode.steps import Forwarded, Tokens, TreeLayout
 from draftline.decode.target_session import slices_logits
 from draftline.errors import UserError
 
@@ -91,8 +91,8 @@ class StaticTarget:
                 # take columns behind the longest text, for which a table of learned positions has no rows.
                 session.length = max(1, stop - width)
                 ids_N = torch.zeros(width, dtype=torch.long, device=self.target.device)
-                own_NN = torch.eye(width, dtype=torch.bool, device=self.target.device)
-                session.extend(ids_N, TreeLayout(ids_N - session.length, own_NN))
+                own_NN = torch.eye(width, dtype=torch.bool)
+                session.extend(ids_N, TreeLayout(torch.full((width,), -session.length), own_NN))
                 session.commit(0)
 
     @torch.inference_mode()
@@ -100,12 +100,13 @@ class StaticTarget:
         """Runs a prompt of any length, not compiled."""
         n_tokens = ids_N.shape[0]
         inputs = lay_out(
-            [RowForward(ids_N, 0)],
+            [RowForward(Tokens((), ids_N), 0)],
             self._windows,
             width=n_tokens,
             stop=n_tokens,
             spare=self.columns,
             dtype=self.target.dtype,
+            device=self.target.device,
         )
         self._buffers.place = Place(None, inputs.columns_BN, n_tokens)
         options = {"logits_to_keep": 1} if self._slices_logits else {}
@@ -115,10 +116,18 @@ class StaticTarget:
     @torch.inference_mode()
     def run(self, row: RowForward, taps: tuple[int, ...], widths: tuple[int, ...]) -> Forwarded:
         """Runs tokens behind the text in the row, in the prepared form of the next width and length."""
-        n_tokens = row.ids_N.shape[0]
+        n_tokens = len(row.tokens)
         width = smallest_fit(widths, n_tokens)
         stop = smallest_fit(self.stops, row.length + n_tokens)
-        inputs = lay_out([row], self._windows, width=width, stop=stop, spare=self.columns, dtype=self.target.dtype)
+        inputs = lay_out(
+            [row],
+            self._windows,
+            width=width,
+            stop=stop,
+            spare=self.columns,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
         masks = list(inputs.masks.values()) if isinstance(inputs.masks, dict) else [inputs.masks]
         values = [inputs.ids_BN, inputs.positions_BN, inputs.columns_BN, *masks]
         if (taps, width, stop) not in self._calls:
@@ -196,7 +205,7 @@ class StaticSession:
     def extend(self, ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Forwarded:
         """Run a line or a tree of N tokens: logits [N, V] and taps of each."""
         self.n_forwards += 1
-        return self._owner.run(RowForward(ids_N, self.length, tree), self._taps, self._widths)
+        return self._owner.run(RowForward(Tokens((), ids_N), self.length, tree), self._taps, self._widths)
 
     def commit(self, n_kept: int) -> None:
         """Keep the first `n_kept` tokens of the last forward."""

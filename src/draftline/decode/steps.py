@@ -4,7 +4,7 @@ A method (plain, chain, tree) is a generator: it asks for forwards of the target
 back, and returns the finished `Generation`. Who answers decides how: `run_steps` serves one prompt, `decode_together`
 (batch.py) collects the requests of several prompts and answers them with one padded forward.
 
-Shape letters: N tokens of a forward, V vocabulary, S new context tokens, F tap features.
+Shape letters: N tokens of a forward, V vocabulary, S new context tokens, F tap features, K drafts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,42 @@ class TreeLayout:
     """How the tokens of one forward hang together: token 0 is the root, the others are drafts below it.
 
     Attributes:
-        depths_N: distance from the root; the position of token i is the root's plus its depth.
+        depths_N: int64, distance from the root; the position of token i is the root's plus its depth.
         visible_NN: True where token i may see token j: its ancestors and itself.
+
+    Both are made on the host; whoever runs the forward brings them to its device.
     """
 
     depths_N: torch.Tensor
     visible_NN: torch.Tensor
+
+    def to(self, device: torch.device) -> TreeLayout:
+        """The same on a device."""
+        return TreeLayout(self.depths_N.to(device), self.visible_NN.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a forward: those that the host knows, then those that so far only the device does.
+
+    Attributes:
+        known: ids on the host.
+        drafts_K: int64 ids behind them on the target's device; None: there are none.
+    """
+
+    known: Sequence[int]
+    drafts_K: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """N, tokens of the forward."""
+        return len(self.known) + (0 if self.drafts_K is None else self.drafts_K.shape[0])
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int64 ids [N]."""
+        if self.drafts_K is not None and not self.known:
+            return self.drafts_K
+        known_M = torch.tensor(self.known, dtype=torch.long, device=device)
+        return known_M if self.drafts_K is None else torch.cat([known_M, self.drafts_K])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +136,57 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Run tokens behind the committed ones. Answer: logits [N, V] and tap features [N, F]."""
+    """Run tokens behind the committed ones. Answer: a `Verified`.
 
-    ids_N: torch.Tensor
+    Attributes:
+        greedy: the likeliest tokens and the tokens that ran are wanted on the host.
+    """
+
+    tokens: Tokens
     tree: TreeLayout | None = None
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target says to the N tokens of a forward.
+
+    Attributes:
+        logits_NV: behind each token.
+        taps_NF: tap features of each token; None without taps.
+        own: the likeliest token behind each, and
+        ran: the tokens themselves, on the host; both empty unless asked for.
+    """
+
+    logits_NV: torch.Tensor
+    taps_NF: torch.Tensor | None
+    own: Sequence[int] = ()
+    ran: Sequence[int] = ()
+
+
+class Reduction(Protocol):
+    """What a method needs of a block's logits. Equal ones are taken from many blocks in one go."""
+
+    def of_block(self, draft: Drafted) -> Any:
+        """From one block."""
+
+    def of_blocks(self, logits_QV: torch.Tensor, sizes: Sequence[int]) -> Sequence[Any]:
+        """From each of several blocks of `sizes` drafted slots, end to end; the same values as one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft the next block. Answer: logits [K, V], or the scores of a candidate selector's paths."""
+    """Draft the next block. Answer: its reduction; without one its logits [K, V], or the scores of a candidate
+    selector's paths.
+    """
 
     drafter: DraftModel
     context: RoundContext
+    reduction: Reduction | None = None
+
+    def reduced(self, draft: Drafted) -> Any:
+        """The answer, from what the drafter tells of this block."""
+        return draft if self.reduction is None else self.reduction.of_block(draft)
 
 
 Request = Prefill | Extend | Draft
@@ -170,14 +239,20 @@ def prefilled(ids: Sequence[int]) -> Generator[Request, Any, Forwarded]:
     return cast("Forwarded", (yield Prefill(ids)))
 
 
-def extended(ids_N: torch.Tensor, tree: TreeLayout | None = None) -> Generator[Request, Any, Forwarded]:
+def extended(
+    tokens: Tokens, tree: TreeLayout | None = None, *, greedy: bool = False
+) -> Generator[Request, Any, Verified]:
     """Asks for a forward behind the committed text."""
-    return cast("Forwarded", (yield Extend(ids_N, tree)))
+    return cast("Verified", (yield Extend(tokens, tree, greedy)))
 
 
-def drafted(drafter: DraftModel, context: RoundContext) -> Generator[Request, Any, Drafted]:
-    """Asks for a block's logits [K, V] or path scores."""
-    return cast("Drafted", (yield Draft(drafter, context)))
+def verified(forwarded: Forwarded, ids_N: torch.Tensor, *, greedy: bool) -> Verified:
+    """The answer to an `Extend` that ran alone; waits for the device, once, if it is greedy."""
+    logits_NV, taps_NF = forwarded
+    if not greedy:
+        return Verified(logits_NV, taps_NF)
+    own, ran = torch.stack([logits_NV.argmax(dim=-1), ids_N]).tolist()
+    return Verified(logits_NV, taps_NF, own, ran)
 
 
 @torch.inference_mode()
@@ -192,6 +267,7 @@ def run_steps(session: SoloSession, steps: Steps) -> Generation:
         if isinstance(request, Prefill):
             reply = session.prefill(request.ids)
         elif isinstance(request, Extend):
-            reply = session.extend(request.ids_N, request.tree)
+            ids_N = request.tokens.on(session.target.device)
+            reply = verified(session.extend(ids_N, request.tree), ids_N, greedy=request.greedy)
         else:
-            reply = request.drafter.block_logits(request.context)
+            reply = request.reduced(request.drafter.block_logits(request.context))

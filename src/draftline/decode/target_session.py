@@ -69,6 +69,7 @@ class TargetSession:
         """
         if tree is not None:
             self.refuse_tree()
+            tree = tree.to(self.target.device)
         if self.cache.is_recurrent and ids_N.shape[0] > 1:
             _require_carried_state(self.target)
         self._snapshot = self.cache.snapshot()

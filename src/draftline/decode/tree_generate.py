@@ -15,16 +15,17 @@ import torch
 from draftline.decode.budget import BudgetRule
 from draftline.decode.generation import Generation
 from draftline.decode.memory import free_bytes
-from draftline.decode.path_tree import block_marginals
+from draftline.decode.reduce import TreeMarginals
 from draftline.decode.sampling import GREEDY, Sampler, Sampling
 from draftline.decode.steps import (
+    Draft,
     DraftModel,
     RoundContext,
     Session,
     Steps,
     Task,
+    Tokens,
     TreeLayout,
-    drafted,
     extended,
     prefilled,
     recorder_for,
@@ -41,24 +42,23 @@ if TYPE_CHECKING:
 def tree_steps(session: Session, drafter: DraftModel, task: Task, budget: BudgetRule) -> Steps:
     """Decodes with a tree of drafts a round. The session must tap the drafter's layers."""
     session.refuse_tree()
-    device = session.target.device
-    recorder, sampler = recorder_for(session, task, drafter.block_size), Sampler(task.sampling, device)
+    recorder, sampler = recorder_for(session, task, drafter.block_size), Sampler(task.sampling, session.target.device)
+    greedy, reduction = task.sampling.is_greedy, TreeMarginals(budget.largest)
     drafter.start()
     logits_V, taps_SF = yield from prefilled(task.prompt_ids)
     recorder.begin(int(sampler.pick(logits_V[None])))
     while not recorder.done:
         slots = recorder.slots
-        draft = yield from drafted(drafter, RoundContext(recorder.tokens, taps_SF, slots))
-        tree = budget.grow(block_marginals(draft, budget.largest))
-        ids_N, layout = tree_inputs(tree, recorder.tokens[-1], device)
-        logits_NV, taps_NF = yield from extended(ids_N, layout)
-        own: list[int] = sampler.pick(logits_NV).tolist()
+        tree = budget.grow((yield Draft(drafter, RoundContext(recorder.tokens, taps_SF, slots), reduction)))
+        tokens, layout = tree_inputs(tree, recorder.tokens[-1])
+        found = yield from extended(tokens, layout, greedy=greedy)
+        own = found.own if greedy else sampler.pick(found.logits_NV).tolist()
         path = tree.walk(own)
         new_tokens = [*(tree.nodes[node - 1].token for node in path[1:]), own[path[-1]]]
         produced = recorder.commit(new_tokens, drafted=slots - 1, slots=slots, nodes=len(tree))
         session.commit_path(path[:produced])
         # The drafter's context is the text: features in path order, not in the order the nodes were found.
-        taps_SF = None if taps_NF is None else taps_NF[path[:produced]]
+        taps_SF = None if found.taps_NF is None else _rows(found.taps_NF, path[:produced])
     return recorder.finish(n_forwards=session.n_forwards, n_replays=session.n_replays)
 
 
@@ -101,8 +101,14 @@ def check_tree_memory(target: LoadedTarget, budget: int, context_tokens: int, *,
         )
 
 
-def tree_inputs(tree: DraftTree, root: int, device: torch.device | str) -> tuple[torch.Tensor, TreeLayout]:
-    """Token ids [N] (root first) and layout of the target forward that verifies `tree`."""
-    ids_N = torch.tensor([root, *(node.token for node in tree.nodes)], dtype=torch.long, device=device)
-    depths_N = torch.tensor(tree.depths(), dtype=torch.long, device=device)
-    return ids_N, TreeLayout(depths_N, torch.from_numpy(tree.visible()).to(device))
+def tree_inputs(tree: DraftTree, root: int) -> tuple[Tokens, TreeLayout]:
+    """Tokens (root first) and layout of the target forward that verifies `tree`."""
+    layout = TreeLayout(torch.tensor(tree.depths(), dtype=torch.long), torch.from_numpy(tree.visible()))
+    return Tokens([root, *(node.token for node in tree.nodes)]), layout
+
+
+def _rows(x_NF: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+    """Rows of the path, without an index on the device: that would be waited for."""
+    if list(path) == list(range(len(path))):
+        return x_NF[: len(path)]
+    return torch.stack([x_NF[node] for node in path])

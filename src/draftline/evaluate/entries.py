@@ -105,7 +105,7 @@ class Entry:
         if self.method.name == "plain":
             return plain_steps(session, task, record_leaders=task.sampling.is_greedy)
         if drafter is None:
-            return linear_steps(session, LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM, session.target.device), task)
+            return linear_steps(session, LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM), task)
         if self.budget is None:
             return linear_steps(session, ChainSource(drafter), task)
         return tree_steps(session, drafter, task, self.budget)

@@ -180,7 +180,7 @@ def test_lookup_along_a_text_counts_what_the_decoder_would(real):
     """Against the decoder's own source of drafts, a round at a time."""
     text = [1, 2, 3, 4, 1, 2, 3, 9, 4, 1, 2, 3, 4, 1, 2]
     prompt, answer = text[:5], text[5:]
-    source, sampler = real.scoring.LookupSource(16, 3, "cpu"), Sampler(GREEDY, "cpu")
+    source, sampler = real.scoring.LookupSource(16, 3), Sampler(GREEDY, "cpu")
     known, rounds = [*prompt, answer[0]], 0
     while len(known) < len(text):
         steps = source.propose(RoundContext(known, None, 16), sampler)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding_kit import NoisyDrafter, greedy_text, random_prompt, tiny_spec, tiny_target
 from draftline.config.schema import TargetConfig
@@ -17,6 +18,7 @@ from draftline.decode.batch import BatchedTarget, RowSession, decode_together, s
 from draftline.decode.budget import FixedBudget
 from draftline.decode.chain import BoundDrafter, ChainSource, chain_generate
 from draftline.decode.draft_batch import draft_together
+from draftline.decode.draft_rows import DraftRows
 from draftline.decode.generation import Generation
 from draftline.decode.linear import linear_steps
 from draftline.decode.lookup import LookupSource, lookup_generate
@@ -88,7 +90,7 @@ def test_lookup_and_sampled_drafts_are_the_same_in_a_batch() -> None:
     prompts = [random_prompt(i, 3 + 2 * i) for i in range(4)]
     tasks = [Task(prompt, 15, ()) for prompt in prompts]
     openers: list[Opener] = [
-        lambda session, t=task: linear_steps(session, LookupSource(6, 3, "cpu"), t)  # type: ignore[misc]
+        lambda session, t=task: linear_steps(session, LookupSource(6, 3), t)  # type: ignore[misc]
         for task in tasks
     ]
     options = {"max_new_tokens": 15, "stop_token_ids": ()}
@@ -142,7 +144,7 @@ def test_blocks_of_several_prompts_in_one_forward_have_the_logits_of_single_ones
     singles, joint = ([BoundDrafter(drafter, target) for _ in range(3)] for _ in range(2))
     for one in (*singles, *joint):
         one.start()
-    lengths = [2, 7, 12]
+    lengths, contexts_of_joint = [2, 7, 12], DraftRows()
     for _ in range(3):
         taps = [
             torch.randn(n if not one.cache.length else 2, 32, generator=generator)
@@ -153,7 +155,8 @@ def test_blocks_of_several_prompts_in_one_forward_have_the_logits_of_single_ones
             for i, (one, t) in enumerate(zip(singles, taps, strict=True))
         ]
         alone = [one.block_logits(context) for one, context in zip(singles, contexts, strict=True)]
-        found = draft_together([Draft(one, context) for one, context in zip(joint, contexts, strict=True)])
+        requests = [Draft(one, context) for one, context in zip(joint, contexts, strict=True)]
+        found = draft_together(requests, contexts_of_joint)
         for a, b in zip(alone, found, strict=True):
             torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-5)
 
@@ -166,6 +169,45 @@ def test_a_trained_kind_of_drafter_gives_the_same_rounds_in_a_batch() -> None:
     openers = [tree_opener(bound.fork(), Task(p, 18, ()), 9) for p in prompts]
     alone = [tree_generate(target, bound, p, budget=FixedBudget(9), **options) for p in prompts]
     assert_same(together(target, bound.taps, openers, rows=2), alone)
+    openers = [chain_opener(bound.fork(), Task(p, 18, ())) for p in prompts]
+    assert_same(
+        together(target, bound.taps, openers, rows=2), [chain_generate(target, bound, p, **options) for p in prompts]
+    )
+
+
+class Computing(TorchDispatchMode):
+    """Counts operations that a device would be given; views of what is there cost it nothing."""
+
+    VIEWS = ("select", "slice", "split", "unsqueeze", "squeeze", "view", "transpose", "resolve", "unbind", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += not any(word in str(function) for word in (*self.VIEWS, "expand", "reshape", "permute", "lift"))
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("kind", ["chain", "lookup", "plain"])
+def test_a_round_computes_as_often_for_many_prompts_as_for_few(kind: str) -> None:
+    target = tiny_target(2)
+    bound = BoundDrafter(Drafter(tiny_spec()).eval(), target)
+    prompt = random_prompt(1, 6)
+
+    def opener(session: RowSession) -> Steps:
+        task = Task(prompt, 12, ())
+        if kind == "plain":
+            return plain_steps(session, task)
+        return linear_steps(session, ChainSource(bound.fork()) if kind == "chain" else LookupSource(6, 3), task)
+
+    counts = []
+    for prompts in (3, 9):
+        with Computing() as mode:
+            together(target, bound.taps if kind == "chain" else (), [opener] * prompts, rows=prompts)
+        counts.append(mode.count)
+    # The prompts' first tokens are picked one by one.
+    assert counts[1] - counts[0] <= 6 * 3
 
 
 def test_recurrent_targets_and_batches_above_the_memory_are_refused(make_tiny_target: Callable[..., Path]) -> None:

@@ -125,7 +125,7 @@ def test_a_table_of_learned_positions_is_not_read_past_its_end(prompt_tokens: in
     text = greedy_text(target, prompt, limit)
     with StaticTarget(target, 64 + 31, StaticCompiler("graph", target.device)) as static:
         static.warm((), (1, 8, 31))
-        session, source = static.session((), (1, 8, 31)), LookupSource(8, 3, "cpu")
+        session, source = static.session((), (1, 8, 31)), LookupSource(8, 3)
         found = run_steps(session, linear_steps(session, source, Task(prompt, limit, ())))
     assert [*prompt, *found.output_ids] == text
     drafter = NoisyDrafter(text, 37, 6, seed=0)

@@ -31,7 +31,9 @@ def test_padded_attention_is_that_of_each_prompt(rule, sizes):
     held = [(normal(s - f, 2, 8), normal(s - f, 2, 8)) for s, f in zip(STARTS, floors, strict=True)]
     q, k, v = normal(sum(sizes), 6, 8), normal(sum(sizes), 2, 8), normal(sum(sizes), 2, 8)
     blocks = PaddedBlocks(STARTS, sizes)
-    found = blocks.attend(held, blocks.visible(rule, torch.device("cpu")))(q, k, v)
+    view = blocks.view(rule, torch.device("cpu"))
+    padded = tuple(_at(view.columns_PC, floors, [pair[which] for pair in held]) for which in range(2))
+    found = blocks.attend(padded, view.visible_PBS)(q, k, v)
     expected = []
     each = zip(STARTS, floors, held, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     for start, floor, (context_k, context_v), own_q, own_k, own_v in each:
@@ -39,3 +41,12 @@ def test_padded_attention_is_that_of_each_prompt(rule, sizes):
         visible = block_visibility(rule, torch.tensor(start), slots, keys)
         expected.append(masked_attention(own_q, torch.cat((context_k, own_k)), torch.cat((context_v, own_v)), visible))
     torch.testing.assert_close(found, torch.cat(expected))
+
+
+def _at(columns_PC, floors, contexts):
+    """Contexts [P, C, M, D] read at their columns; what is not held is huge, for nobody may see it."""
+    read = torch.full((*columns_PC.shape, *contexts[0].shape[1:]), 1e3, dtype=torch.float64)
+    for index, (floor, context) in enumerate(zip(floors, contexts, strict=True)):
+        inside = columns_PC[index] - floor < context.shape[0]
+        read[index, inside] = context[columns_PC[index, inside] - floor]
+    return read
