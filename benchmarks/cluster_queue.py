@@ -21,10 +21,10 @@ import ray
 import torch
 
 from draftline.cluster.crew import start_queue
-from draftline.cluster.exchange import SlotLease
 from draftline.cluster.link import QueueLink
 from draftline.cluster.messages import QueueSetup, Step
 from draftline.cluster.refs import DOCUMENTS, IDS, MASK, POSITIONS, TAPS, Layout, RowContract, RowRef, SlabPlace
+from draftline.cluster.turns import SlotLease
 from draftline.pipeline.core import CoreSettings, Lease, PipelineCore, RowItem, SyncItem
 from draftline.records import PlannedRow
 from measure import environment

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,22 @@ import ray
 
 from draftline.cluster.control import ADDRESS_FILE
 from draftline.cluster.joining import NAMESPACE
+from draftline.config.schema import RunConfig
+from draftline.pipeline.checkpoint import list_checkpoints, read_checkpoint
+from draftline.pipeline.runplan import make_run_plan
 
 MEMORY = 200 << 20
+DEFAULTS = ("pipeline.max_restarts=8", "checkpoint.keep=1000", "cluster.averaging_timeout_s=20")
+# A run to which everything happens: three targets, two drafters, rounds of eight rows.
+LOSSY = (
+    "pipeline.target_devices=[cpu,cpu,cpu]",
+    "pipeline.drafter_devices=[cpu,cpu]",
+    "epochs=40",
+    "sync.every_rows=4",
+    "checkpoint.every_rounds=3",
+    "cluster.strategy=SPREAD",
+)
+TWO_ROUNDS = 18  # rows, with some of a third
 
 
 def processes(name: str) -> list[psutil.Process]:
@@ -65,10 +80,30 @@ def wait_until_whole(run: Path, *, limit_s: float = 300.0) -> None:
     while set(_states(run)) != {"running"}:
         assert time.monotonic() < deadline, _states(run)
         time.sleep(0.2)
-    rows = committed_rows(run) + 45
+    rows = committed_rows(run) + TWO_ROUNDS
     while committed_rows(run) < rows:
         assert time.monotonic() < deadline, committed_rows(run)
         time.sleep(0.2)
+
+
+def rows_of(checkpoint: Path) -> set[int]:
+    """Rows that a checkpoint's ledger calls committed."""
+    state = read_checkpoint(checkpoint).state["ledger"]
+    return {row for start, stop in state["committed"] for row in range(start, stop)}
+
+
+def samples_of(config: RunConfig) -> list[tuple[int, int]]:
+    """(epoch, sample) of everything committed, as the last checkpoint tells."""
+    plan = make_run_plan(config)
+    rows = [plan.rows[i] for i in rows_of(list_checkpoints(config.output)[-1])]
+    return sorted((row.epoch, sample) for row in rows for sample in row.samples)
+
+
+def check_committed_once(config: RunConfig) -> None:
+    """Every planned row is committed, and no round commits one that an earlier round has committed."""
+    history = [rows_of(folder) for folder in list_checkpoints(config.output)]
+    assert all(before < after for before, after in pairwise(history))
+    assert history[-1] == set(range(len(make_run_plan(config).rows)))
 
 
 def _states(run: Path) -> list[str]:

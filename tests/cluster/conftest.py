@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import ray
-from cluster_kit import MEMORY
+from cluster_kit import DEFAULTS, LOSSY, MEMORY, samples_of
 from host_kit import possible
 from ray.cluster_utils import Cluster
 
 from draftline.cluster.joining import NAMESPACE
 from draftline.config.schema import RunConfig
+from draftline.pipeline.coordinator import train
+from draftline.pipeline.runplan import make_run_plan
 from tiny_run_kit import tiny_config, write_dataset
 
-DEFAULTS = ("pipeline.max_restarts=8", "checkpoint.keep=1000", "cluster.averaging_timeout_s=20")
 # Where no network namespaces may be made, hosts are raylets of one address only.
 collect_ignore = [] if possible() else ["test_cluster_hosts.py"]
 # A node that falls silent counts as dead after three missed seconds; Ray's own defaults need half a minute.
@@ -42,6 +43,17 @@ def make_run(tmp_path: Path, tiny_target_dir: Path, tiny_data: Path) -> Callable
         return tiny_config(tmp_path, name, (*DEFAULTS, *overrides), **found)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def samples_of_threads(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_data: Path
+) -> list[tuple[int, int]]:
+    """What an unbroken `LOSSY` run of threads commits."""
+    folder = tmp_path_factory.mktemp("threads")
+    config = tiny_config(folder, "run", (*DEFAULTS, *LOSSY), model=tiny_target_dir, data=tiny_data)
+    train(make_run_plan(config))
+    return samples_of(config)
 
 
 @pytest.fixture(scope="module")

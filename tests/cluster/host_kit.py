@@ -10,12 +10,12 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-TAG = f"dl{os.getpid() % 10000}"
-BRIDGE, NET = f"{TAG}br", "10.213.77"
+NET = "10.213.77"
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6379
 
@@ -26,9 +26,10 @@ def ip(*words: str) -> None:
 
 def possible() -> bool:
     """True if this process may make network namespaces."""
+    name = f"dl{secrets.token_hex(3)}"
     try:
-        ip("netns", "add", f"{TAG}probe")
-        ip("netns", "del", f"{TAG}probe")
+        ip("netns", "add", name)
+        ip("netns", "del", name)
     except (OSError, subprocess.CalledProcessError):
         return False
     return True
@@ -39,35 +40,51 @@ class Hosts:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        self.tag = f"dl{secrets.token_hex(3)}"  # the system takes a while to forget the names of hosts that are gone
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
         self.environment = {**os.environ, **token, "RAY_USAGE_STATS_ENABLED": "0"}
 
     def __enter__(self) -> Hosts:
-        ip("link", "add", BRIDGE, "type", "bridge")
-        ip("link", "set", BRIDGE, "up")
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._remove()
+
+    def _make(self) -> None:
+        ip("link", "add", self.bridge, "type", "bridge")
+        ip("link", "set", self.bridge, "up")
         for number in range(self.n):
             name, outer = self.name(number), self.outer(number)
             ip("netns", "add", name)
             ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", outer, "master", BRIDGE)
+            ip("link", "set", outer, "master", self.bridge)
             ip("link", "set", outer, "up")
             for words in (["addr", "add", f"{self.address(number)}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
                 ip("-n", name, *words)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "route", "add", "default", "via", f"{NET}.254")  # nobody is there; hosts have a route
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def _remove(self) -> None:
         for number in range(self.n):
             self.kill(number)
-            subprocess.run(["ip", "netns", "del", self.name(number)], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+            for words in (["netns", "del", self.name(number)], ["link", "del", self.outer(number)]):
+                subprocess.run(["ip", *words], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+
+    @property
+    def bridge(self) -> str:
+        return f"{self.tag}br"
 
     def name(self, number: int) -> str:
-        return f"{TAG}h{number}"
+        return f"{self.tag}h{number}"
 
     def outer(self, number: int) -> str:
-        return f"{TAG}v{number}"
+        return f"{self.tag}v{number}"
 
     def address(self, number: int) -> str:
         return f"{NET}.{number + 1}"
@@ -102,8 +119,11 @@ class Hosts:
 
     def kill(self, number: int) -> None:
         """The host is gone: every process in it, at once."""
-        for process in self.processes(number):
-            process.kill()
+        found = self.processes(number)
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=20)
 
     def cut(self, number: int, seconds: float) -> None:
         """Nothing reaches the host for a while."""

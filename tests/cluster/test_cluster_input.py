@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from cluster_kit import MEMORY
+from ray.util.placement_group import remove_placement_group
 
 from draftline.cluster import joining, train
-from draftline.cluster.joining import connected
+from draftline.cluster.demand import Seat
+from draftline.cluster.joining import connected, place
 from draftline.cluster.probe import HostFacts
 from draftline.cluster.train import cluster_plan, train_on_cluster
 from draftline.errors import DraftlineError, UserError
@@ -33,18 +37,42 @@ def is_one_line(pattern: str, text: str) -> bool:
 
 
 def test_no_cluster_at_the_address_is_one_line(make_run):
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     config = make_run("max_rows=2")
     file = config.output.parent / "run.yaml"
-    for address, told in (("127.0.0.1:9", "no Ray cluster at 127.0.0.1:9"), ("ray://x:1", "Ray client address")):
-        command = [sys.executable, "-m", "draftline.cli", "train", "-c", str(file), "--cluster", address]
-        code = "import sys; from draftline.cli import main; sys.argv[0] = 'draftline'; main()"
-        command[1:3] = ["-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith("draftline: --cluster: ") and told in done.stderr
-        assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
-        assert not config.output.exists()
+    code = "import sys; from draftline.cli import main; sys.argv[0] = 'draftline'; main()"
+    command = [sys.executable, "-c", code, "train", "-c", str(file), "--cluster", "127.0.0.1:9"]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("draftline: --cluster: no Ray cluster at 127.0.0.1:9 ")
+    assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    assert not config.output.exists()
+
+
+def refused_address(address: str) -> str:
+    """The line that refuses an address, before Ray itself tries to connect, which takes minutes."""
+    with pytest.raises(UserError) as caught:
+        joining._connect(address, 0, 1)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_no_address_of_a_head_node_is_said_at_once(monkeypatch):
+    for address in ("head", "", "head:", ":6379", "head:port"):
+        assert f"{address!r} is no address; give HOST:PORT" in refused_address(address)
+    assert "ray://head:1 is a Ray client address" in refused_address("ray://head:1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setattr(joining, "CONNECT_S", 1.0)
+        assert f"no Ray cluster at {address} (what listens there is something else)" in refused_address(address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert "no Ray cluster at 127.0.0.1:9 (Connection refused)" in refused_address("auto")
+
+
+def test_more_than_shared_memory_holds_is_refused_before_ray_is_started(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(UserError, match=r"/dev/shm: \d+ MiB are needed .*, \d+ MiB are free; lower pipeline.hs_queue"):
+        joining._connect("auto", 1 << 60, 1)
 
 
 def test_fewer_resources_than_workers_says_what_is_missing_where(cluster, make_run):
@@ -60,11 +88,14 @@ def test_missing_hosts_are_waited_for_only_if_told_to(cluster, make_run):
     config = make_run("cluster.target_resources={late: 1}", "cluster.wait_s=2", "max_rows=2")
     told = refusal(config, cluster)
     assert is_one_line("no host has room for target-0 .* after 2 s", told), told
-    waiting = make_run("cluster.target_resources={late: 1}", "cluster.wait_s=60", "max_rows=2", name="waiting")
+    seats, places = [Seat("target-0", "cpu", {"CPU": 1.0, "late": 1.0})], []
+    waiting = threading.Thread(target=lambda: places.append(place(seats, strategy="PACK", wait_s=60)), daemon=True)
+    waiting.start()
     node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY, resources={"late": 1})
-    result = train_on_cluster(cluster_plan(waiting), cluster.address)
+    waiting.join(60)
+    assert places[0].nodes == (node.node_id,)
+    remove_placement_group(places[0].group)
     cluster.remove_node(node)
-    assert result.ledger.committed == 2
 
 
 def test_mixed_versions_and_a_model_that_one_host_lacks_name_the_host(cluster, make_run, monkeypatch):

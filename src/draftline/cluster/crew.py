@@ -19,9 +19,10 @@ from draftline.cluster.demand import Seat
 from draftline.cluster.joining import NAMESPACE, Placement
 from draftline.cluster.messages import Card, QueueSetup
 from draftline.cluster.orders import WorkOrder
+from draftline.cluster.probe import HostFacts, host_facts, require_alike
 from draftline.cluster.queue import QueueActor
 from draftline.cluster.workers import DrafterActor, TargetActor
-from draftline.errors import DraftlineError
+from draftline.errors import UserError
 from draftline.pipeline.core import Worker, drafter_worker, target_worker
 
 ASK_THREADS, SPARE_WAITERS = 8, 64
@@ -29,12 +30,12 @@ ACTOR_THREADS = 4
 State = Literal["loading", "working", "over"]
 
 
-class RefusedError(DraftlineError):
+class RefusedError(UserError):
     """A worker could not start; the line and the exit code are those that it found itself."""
 
     def __init__(self, line: str, exit_code: int) -> None:
-        self.exit_code = exit_code
         super().__init__(line)
+        self.exit_code = exit_code
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,8 @@ class Crew:
     def __init__(self, order: WorkOrder, placement: Placement, seats: Sequence[Seat]) -> None:
         self._order, self._placement = order, placement
         self.members: list[Member] = []
+        self._head = host_facts("head", [])
+        self._weights: dict[str, Card] = {}
         self._next = {"target": 0, "drafter": 0}
         for bundle, seat in enumerate(seats):
             self.hire(seat, bundle)
@@ -110,13 +113,34 @@ class Crew:
         while refs:
             (ref,), _ = ray.wait(list(refs), num_returns=1)
             member = refs.pop(ref)
-            member.card = checked_card(ref, member)
+            self.welcome(ref, member)
+
+    def welcome(self, ref: Any, member: Member) -> None:
+        """A worker is ready, wherever it came to be: the same code as on the head node, the weights that others read.
+
+        Raises:
+            UserError: it could not start, or differs.
+        """
+        card = checked_card(ref, member)
+        require_alike(self._head, [HostFacts(card.host, card.versions, ())])
+        first = self._weights.setdefault(member.worker.role, card)
+        if card.fingerprint != first.fingerprint:
+            raise UserError(
+                f"the target's weights are {card.fingerprint[:16]} there and {first.fingerprint[:16]} on {first.host}",
+                where=f"host {card.host}",
+                mend="put the same files on all hosts",
+            )
+        member.card = card
 
     def dismiss(self) -> None:
         """Ends all actors that are left."""
         for member in self.members:
-            ray.kill(member.actor, no_restart=True)
-            member.state = "over"
+            self.end(member)
+
+    def end(self, member: Member) -> None:
+        """Ends a member's actor, if it lives, so that its place is free for another one."""
+        ray.kill(member.actor, no_restart=True)
+        member.state = "over"
 
 
 def checked_card(ref: Any, member: Member) -> Card:
@@ -125,14 +149,22 @@ def checked_card(ref: Any, member: Member) -> Card:
     Raises:
         RefusedError: bad input, or its process died while it loaded.
     """
-    try:
-        card: Card = ray.get(ref)
-    except exceptions.RayError as error:
-        line = f"{member.seat.name} could not start: {last_line(error)}"
-        raise RefusedError(line, 1) from error
+    card: Card = first_answer(ref, member)
     if card.error:
         raise RefusedError(f"{member.seat.name} on {card.host}: {card.error}", card.exit_code)
     return card
+
+
+def first_answer(ref: Any, member: Member) -> Any:
+    """What a worker answers before its loop starts.
+
+    Raises:
+        RefusedError: it cannot, or its process died.
+    """
+    try:
+        return ray.get(ref)
+    except exceptions.RayError as error:
+        raise RefusedError(f"{member.seat.name} could not start: {last_line(error)}", 1) from error
 
 
 def last_line(error: BaseException) -> str:

@@ -27,8 +27,8 @@ from draftline.cluster.messages import Outcome, Scale
 from draftline.cluster.refs import RowRef
 from draftline.cluster.seat import Gift
 from draftline.cluster.transport import Kind, choose_kind
-from draftline.errors import RunFailedError
-from draftline.pipeline.core import End, Failure, Worker
+from draftline.errors import RunFailedError, UserError
+from draftline.pipeline.core import End, Failure, LedgerCounts, Worker
 from draftline.pipeline.ending import STOPPING, raise_unless_closed
 from draftline.pipeline.reporting import RunReporter
 from draftline.pipeline.runplan import RunPlan
@@ -53,6 +53,7 @@ class ClusterRun:
     Attributes:
         stop_token_ids: of the target.
         training_s: from the start of the loops to their end.
+        ledger: of the run that has ended.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class ClusterRun:
         self._ended: tuple[End, Failure | None] | None = None
         self._nodes = [self._node_of(member) for member in crew.of("drafter")]
         self._targets_asked_for = 0
+        self._free_bundles: list[int] = []  # of targets that were let go
         self._events: Any = None
         self.stop_token_ids: tuple[int, ...] = ()
         self.training_s = 0.0
+        self.ledger: LedgerCounts | None = None
 
     # ---- the whole
 
@@ -116,15 +119,31 @@ class ClusterRun:
         assert self._ended is not None
         end, failure = self._ended
         if failure is not None and failure.origin == QUEUE:
-            raise RunFailedError(f"{failure.reason}; resume the run", origin=QUEUE)
-        ray.get(self._queue.tell.remote(Scale(0)))  # so that whoever still listens hears what is there
-        self._desk.take([*ray.get(self._events), *ray.get(self._queue.take_events.remote())])
-        self._reporter.say(f"ledger: {ray.get(self._queue.stats.remote()).ledger}")
+            raise RunFailedError(failure.reason, origin=QUEUE)
+        try:
+            ray.get(self._queue.tell.remote(Scale(0)))  # so that whoever still listens hears what is there
+            self._desk.take([*ray.get(self._events), *ray.get(self._queue.take_events.remote())])
+            self.ledger = ray.get(self._queue.stats.remote()).ledger
+            owes_checkpoint = ray.get(self._queue.owes_checkpoint.remote())
+        except exceptions.RayActorError as error:
+            raise RunFailedError(_gone(error), origin=QUEUE) from error
+        self._reporter.say(f"ledger: {self.ledger}")
+        if failure is None and owes_checkpoint:
+            what = "all drafters are lost before the last checkpoint was written; resume the run"
+            raise RunFailedError(what, origin="pipeline")
         raise_unless_closed(end, failure, self._desk.last_checkpoint, signals.received or signal.SIGTERM)
 
     def _stop(self, reason: str) -> None:
         self._reporter.say(f"stop asked for by {reason}: {STOPPING}")
-        ray.get(self._queue.request_stop.remote())
+        self._tell("request_stop")
+
+    def _tell(self, method: str, *arguments: Any) -> Any:
+        """A call to the queue that is done at once; None, and the run has failed, if the queue is gone."""
+        try:
+            return ray.get(getattr(self._queue, method).remote(*arguments))
+        except exceptions.RayActorError as error:
+            self._queue_lost(error)
+            return None
 
     # ---- workers
 
@@ -169,28 +188,44 @@ class ClusterRun:
         if outcome.kind == "ended":
             member.state = "over"
             self._reporter.ended(member.seat.name, None)
+            if member.worker.role == "target":
+                idle = self._queue.await_idle.options(concurrency_group="wait").remote(member.worker.index)
+                self._watch.add(idle, partial(self._on_idle, member))
             return
-        self._desk.keep_trace(member.seat.name, outcome.trace)
-        if outcome.kind == "crashed" or outcome.sticky:
+        if outcome.kind != "gone":
+            self._desk.keep_trace(member.seat.name, outcome.trace)
+        if outcome.kind in ("gone", "crashed") or outcome.sticky:
             self._lost(member, outcome.reason)
             return
         member.state = "over"
         self._reporter.ended(member.seat.name, RunFailedError(outcome.reason, origin=outcome.origin))
         self._fail(outcome.origin, outcome.reason)
 
+    def _on_idle(self, member: Member, ref: Any) -> None:
+        """A target that was asked to leave: its place is free for others once nobody needs its buffers."""
+        try:
+            is_idle = ray.get(ref)
+        except exceptions.RayActorError as error:
+            self._queue_lost(error)
+            return
+        if is_idle and self._ended is None:
+            self._crew.end(member)
+            if member.bundle is not None:
+                self._free_bundles.append(member.bundle)
+
     def _lost(self, member: Member, why: str) -> None:
         """A worker is gone: its rows go back, and another is started in its place while there is work to do."""
         if member.state == "over":
             return
         was_working = member.state == "working"
-        member.state = "over"
+        self._crew.end(member)  # its process may live on, in the place that the next one needs
         self._reporter.ended(member.seat.name, RunFailedError(why, origin=member.seat.name))
-        if self._ended is not None:
-            return
-        replaced = self._restarts_left > 0 and not self._is_last_drafter(member)
+        replaced = self._ended is None and self._restarts_left > 0 and not self._is_last_drafter(member)
         if was_working:
             returns = replaced and member.worker.role == "target"
-            ray.get(self._queue.lost.remote(member.worker, returns))
+            self._tell("lost", member.worker, returns)
+        if self._ended is not None:
+            return
         self._reporter.say(f"{member.seat.name} is lost ({why}); {'another is started' if replaced else 'no more'}")
         if replaced:
             self._restarts_left -= 1
@@ -207,8 +242,8 @@ class ClusterRun:
 
     def _on_ready(self, member: Member, ref: Any) -> None:
         try:
-            member.card = checked_card(ref, member)
-        except RefusedError as error:
+            self._crew.welcome(ref, member)
+        except UserError as error:
             self._lost(member, str(error))
             return
         if self._ended is not None:
@@ -229,9 +264,8 @@ class ClusterRun:
         self._join(member)
 
     def _join(self, member: Member) -> None:
-        if not ray.get(self._queue.joined.remote(member.worker)):
-            member.state = "over"
-            ray.kill(member.actor)
+        if not self._tell("joined", member.worker):
+            self._crew.end(member)
             return
         self._forget_absent(member)
         self._reporter.say(f"{member.seat.name} takes part from now on, on {member.card.host if member.card else '?'}")
@@ -240,7 +274,7 @@ class ClusterRun:
     def _forget_absent(self, member: Member) -> None:
         """The target that this one stands for is not waited for any more."""
         if member.replaces is not None and member.replaces.role == "target":
-            ray.get(self._queue.lost.remote(member.replaces, False))
+            self._tell("lost", member.replaces, False)
             member.replaces = None
 
     # ---- events
@@ -269,11 +303,12 @@ class ClusterRun:
             self._targets_asked_for += 1
             place = self._plan.config.pipeline.target_devices[0]
             cluster = self._plan.config.cluster
-            self._hire(Seat(f"target-{number}", place, seat_resources(cluster, place, cluster.target_resources)), None)
+            seat = Seat(f"target-{number}", place, seat_resources(cluster, place, cluster.target_resources))
+            self._hire(seat, self._free_bundles.pop() if self._free_bundles else None)
         working = self._crew.of("target", "working")
         leaving = working[max(1, len(working) + targets) :] if targets < 0 else []
         for member in leaving:
-            ray.get(self._queue.leave.remote(member.worker.index))
+            self._tell("leave", member.worker.index)
 
     def _on_end(self, ref: Any) -> None:
         try:
@@ -283,7 +318,11 @@ class ClusterRun:
 
     def _queue_lost(self, error: BaseException) -> None:
         if self._ended is None:
-            self._ended = End.FAILED, Failure(QUEUE, f"the queue is gone: {last_line(error)}")
+            self._ended = End.FAILED, Failure(QUEUE, _gone(error))
 
     def _fail(self, origin: str, reason: str) -> None:
-        ray.get(self._queue.fail.remote(origin, reason.removeprefix(f"{origin}: ")))
+        self._tell("fail", origin, reason.removeprefix(f"{origin}: "))
+
+
+def _gone(error: BaseException) -> str:
+    return f"the queue is gone ({last_line(error)}); resume the run"

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from draftline.cluster.refs import RowContract, RowRef, check_ref
+from draftline.cluster.turns import SlotLease, Turn
 from draftline.pipeline.core import (
     DONE,
     WAIT,
@@ -37,32 +38,6 @@ from draftline.pipeline.threads import BUSY_LIMIT_S, RowExchange
 from draftline.records import PlannedRow
 
 MOST_BROKEN_TURNS = 10  # of one round, without anybody being lost
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a member of a meeting does next.
-
-    Attributes:
-        meeting: with `attempt` counted over deaths and broken links (the core's counts deaths alone), and without its
-            rows: each member knows its own, and those of hundreds of members are much to send.
-        committed: True: take over what was reduced last. False: reduce now, in the group of this attempt.
-        is_due: a checkpoint is to be written after the commit.
-        joined: drafters that take part from this commit on and have to be given the weights by the leader.
-    """
-
-    meeting: Meeting
-    committed: bool
-    is_due: bool = False
-    joined: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLease:
-    """A lease with the slot of shared memory that the row may be written to."""
-
-    lease: Lease
-    slot: int
 
 
 @dataclass(slots=True)
@@ -104,6 +79,7 @@ class ClusterExchange(RowExchange[RowRef]):
         self._free_slots = list(range(self.n_slots))
         self._slots: dict[int, int] = {}
         self._left_alone: deque[int] = deque()
+        self._captured_by: dict[int, int] = {}  # admitted row -> the target whose buffers it lies in
         self._leaving: set[int] = set()
         self._at_door: dict[int, int] = {}
         self._reduction: _Reduction | None = None
@@ -145,7 +121,18 @@ class ClusterExchange(RowExchange[RowRef]):
         with self._lock:
             planned, charged = self._core.ledger.plan[row_id], self._core.row_bytes[row_id]
         check_ref(payload, planned, self._contract, charged)
+        with self._lock:
+            self._captured_by[row_id] = target
         super().put(target, row_id, payload)
+
+    def await_idle(self, target: int) -> None:
+        """Waits until a target that takes no more rows is not needed for those that it captured either."""
+        with self._lock:
+
+            def ask() -> Signal:
+                return WAIT if target in self._captured_by.values() else DONE
+
+            self._wait(target_worker(target), "its rows to be trained", ask)
 
     def leave(self, target: int) -> None:
         """Asks a target to go once it holds no row."""
@@ -305,6 +292,11 @@ class ClusterExchange(RowExchange[RowRef]):
             duty = self._duty if self._duty is not None and self._duty.meeting.round_id == round_id else None
             return duty, dict(self.kept_moments)
 
+    def owes_checkpoint(self) -> bool:
+        """Whether a commit's checkpoint is due and not on the disk."""
+        with self._lock:
+            return self._duty is not None
+
     def checkpoint_written(self, round_id: int) -> None:
         """The checkpoint of a round is on the disk."""
         with self._report():
@@ -350,13 +342,21 @@ class ClusterExchange(RowExchange[RowRef]):
             return self._core.drafter_joined(drafter)
 
     def await_weights(self, drafter: int) -> Any | None:
-        """Waits for the commit at which a new drafter joins, and for its leader's weights; None: it came too late."""
+        """Waits for the commit at which a new drafter joins, and for its leader's weights; None: it came too late.
+
+        Raises:
+            ProtocolError: that leader was lost before it gave them.
+        """
         with self._lock:
 
             def ask() -> Any:
                 if self._core.is_live(drafter):
                     return self._gifts.get(self._joined_at(drafter), WAIT)
-                return WAIT if drafter in self._core.rounds.joining else DONE
+                if drafter in self._core.rounds.joining:
+                    return WAIT
+                if self._core.stopping or self._core.ledger.is_complete:
+                    return DONE
+                raise ProtocolError(f"drafter-{drafter} was reported lost before it was given weights")
 
             answer = self._wait(drafter_worker(drafter), "the weights of a commit", ask)
             return None if answer is DONE else answer
@@ -385,6 +385,8 @@ class ClusterExchange(RowExchange[RowRef]):
 
     def _progress(self) -> None:
         charged = self._core.admission.charged
+        for row_id in [r for r in self._captured_by if r not in charged]:
+            del self._captured_by[row_id]
         if len(self._slots) > len(charged) or not self._slots.keys() <= charged.keys():
             for row_id in [r for r in self._slots if r not in charged]:
                 heapq.heappush(self._free_slots, self._slots.pop(row_id))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftline.cluster.demand import STORE_SHARE, Host, Seat, shortage, unplaced
@@ -24,9 +26,12 @@ from draftline.errors import UserError
 
 CONNECT_S, PROBE_S = 5.0, 120.0
 SETTLE_S = 10.0  # in which a run that has just ended gives its places back
-AUTO = "auto"
+AUTO, LOCAL = "auto", "local"
 OPTION = "--cluster"
 NAMESPACE = "draftline"
+LEAST_STORE_BYTES = 80 << 20
+SHARED_MEMORY = Path("/dev/shm")
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +96,33 @@ def _signals_kept() -> Iterator[None]:
 def _connect(address: str, store_bytes: int, cpus: int) -> None:
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
-    if address != AUTO:
-        _require_listener(address)
+    asked = os.environ.get("RAY_ADDRESS", "").strip() or AUTO if address == AUTO else address
+    if asked not in (AUTO, LOCAL):
+        _require_listener(asked)
+    if asked != LOCAL:
+        try:
+            ray.init(address=asked, **_QUIET)
+            return
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            if asked != AUTO:
+                raise _no_cluster(asked, str(error).splitlines()[0]) from error
+    _start_here(max(int(store_bytes / STORE_SHARE), LEAST_STORE_BYTES), cpus)
+
+
+def _start_here(store_bytes: int, cpus: int) -> None:
+    """Ray on this host alone. With more than `/dev/shm` has, Ray would keep rows on a disk."""
+    import ray
+
+    room = shutil.disk_usage(SHARED_MEMORY).free
+    mend = "lower pipeline.hs_queue_depth or data.row_tokens, or use more hosts"
+    if store_bytes > room:
+        needed = f"{store_bytes / 2**20:.0f} MiB are needed for all rows that may be alive at once"
+        raise UserError(f"{needed}, {room / 2**20:.0f} MiB are free", where=str(SHARED_MEMORY), mend=mend)
     try:
-        ray.init(address=address, **quiet)
-        return
+        ray.init(address=LOCAL, num_cpus=cpus, object_store_memory=store_bytes, include_dashboard=False, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        if address != AUTO or os.environ.get("RAY_ADDRESS"):
-            raise _no_cluster(os.environ.get("RAY_ADDRESS", address), str(error).splitlines()[0]) from error
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        object_store_memory=max(int(store_bytes / STORE_SHARE), 80 << 20),
-        include_dashboard=False,
-        **quiet,
-    )
+        why = str(error).splitlines()[0]
+        raise UserError(f"Ray does not start on this host ({why})", where=OPTION, mend=mend) from error
 
 
 def _require_listener(address: str) -> None:
@@ -115,11 +131,26 @@ def _require_listener(address: str) -> None:
         mend = "give HOST:PORT of the head node, or run on the head node with --cluster auto"
         raise UserError(f"{address} is a Ray client address, through which no rows can go", where=OPTION, mend=mend)
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"{address!r} is no address", where=OPTION, mend="give HOST:PORT of the head node, or auto")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
-            return
-    except (OSError, ValueError, OverflowError) as error:
+            pass
+    except (OSError, OverflowError) as error:
         raise _no_cluster(address, getattr(error, "strerror", None) or str(error)) from error
+    _require_ray_at(address)
+
+
+def _require_ray_at(address: str) -> None:
+    """Something else may listen there."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+
+    with init_grpc_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
+        except grpc.FutureTimeoutError as error:
+            raise _no_cluster(address, "what listens there is something else") from error
 
 
 def _no_cluster(address: str, why: str) -> UserError:
@@ -237,13 +268,16 @@ def require_store(placement: Placement, needed: int) -> None:
 
 
 def spilled_bytes() -> int:
-    """Bytes that hosts of the cluster have spilled to disk since they started."""
+    """Bytes that hosts of the cluster have spilled to disk since they started; of those that can be reached, for one
+    that just died counts as alive for some seconds more."""
+    import grpc
     import ray
     from ray._private.internal_api import node_stats
 
     total = 0
     for node in ray.nodes():
         if node["Alive"]:
-            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False)
-            total += stats.store_stats.spilled_bytes_total
+            with suppress(grpc.RpcError):
+                stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False)
+                total += stats.store_stats.spilled_bytes_total
     return total

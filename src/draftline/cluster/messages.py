@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from draftline.cluster.exchange import Turn
 from draftline.cluster.refs import Packed, RowContract
+from draftline.cluster.turns import Turn
 from draftline.pipeline.core import CoreSettings, LedgerState
 from draftline.records import PlannedRow
 
@@ -145,11 +145,12 @@ class Outcome:
     """How a worker's loop ended.
 
     Attributes:
-        kind: `ended` by itself; `failed` by an error that names its worker; `crashed` by any other.
+        kind: `ended` by itself; `gone`: the queue takes it for lost; `failed` by an error that names its worker;
+            `crashed` by any other.
         sticky: the device cannot be used any more in that process.
     """
 
-    kind: Literal["ended", "failed", "crashed"]
+    kind: Literal["ended", "gone", "failed", "crashed"]
     origin: str = ""
     reason: str = ""
     trace: str = ""
@@ -162,7 +163,9 @@ class Card:
 
     Attributes:
         node, host: Ray's id of its host, and the address.
-        fingerprint, stop_token_ids: of a target.
+        fingerprint: of the target's weights that it read.
+        stop_token_ids: of a target.
+        versions: of what runs there; see `HostFacts`.
         lines: plain lines for people.
         error, exit_code: bad input or a failure, as one line.
     """
@@ -172,5 +175,6 @@ class Card:
     fingerprint: str = ""
     stop_token_ids: tuple[int, ...] = ()
     lines: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
     error: str = ""
     exit_code: int = 0

@@ -26,6 +26,7 @@ class WorkOrder:
         settings: of the core.
         first_row: what a target proves itself with.
         total_rows: rows of the whole plan, for the learning rate.
+        data_fingerprint: of the data set, which every target reads for itself.
         run_id: of this process of the run.
         slots, slot_bytes: of a host's slab.
         cpus: threads that a worker may compute with.
@@ -37,6 +38,7 @@ class WorkOrder:
     settings: CoreSettings
     first_row: PlannedRow
     total_rows: int
+    data_fingerprint: str
     run_id: str
     slots: int
     slot_bytes: int

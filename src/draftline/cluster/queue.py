@@ -187,6 +187,10 @@ class QueueActor:
         """See `ClusterExchange.checkpoint_written`."""
         self._exchange.checkpoint_written(round_id)
 
+    def owes_checkpoint(self) -> bool:
+        """See `ClusterExchange.owes_checkpoint`."""
+        return self._exchange.owes_checkpoint()
+
     def lost(self, worker: Worker, returns: bool = False) -> None:
         """A worker is gone; `returns`: another target is being started in its place."""
         if worker.role == "target":
@@ -203,6 +207,14 @@ class QueueActor:
     def leave(self, target: int) -> None:
         """See `ClusterExchange.leave`."""
         self._exchange.leave(target)
+
+    def await_idle(self, target: int) -> bool:
+        """See `ClusterExchange.await_idle`. False if the run failed meanwhile."""
+        try:
+            self._exchange.await_idle(target)
+        except RunFailedError:
+            return False
+        return True
 
     def request_stop(self) -> bool:
         """See `RowExchange.request_stop`."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from draftline.cluster.exchange import SlotLease, Turn
 from draftline.cluster.group import CollectiveBrokenError
 from draftline.cluster.link import QueueLink
 from draftline.cluster.messages import Step
 from draftline.cluster.refs import Packed, RowRef
 from draftline.cluster.transport import RowLostError, RowReceiver, RowSender
+from draftline.cluster.turns import SlotLease, Turn
 from draftline.pipeline.core import Lease, Meeting, RowItem, StopItem, SyncItem, Worker, drafter_worker
 from draftline.records import HiddenStateRow
 

@@ -18,13 +18,13 @@ from functools import partial
 from torch import Tensor
 
 from draftline.cluster.averaging import reduce_together
-from draftline.cluster.exchange import Turn
 from draftline.cluster.group import QueueStore, ReductionGroup
 from draftline.cluster.link import QueueLink
 from draftline.cluster.messages import Scores
 from draftline.cluster.refs import Packed
 from draftline.cluster.remote import DrafterExchange
 from draftline.cluster.transport import Store, pack
+from draftline.cluster.turns import Turn
 from draftline.drafter.schedule import LearningRate
 from draftline.drafter.sync import Reduced, Synchronizer
 from draftline.pipeline.core import Meeting, drafter_worker

@@ -26,7 +26,7 @@ from draftline.cluster.refs import slot_bytes
 from draftline.cluster.start import first_gifts, queue_setup, validation_of
 from draftline.export.zlab import export_zlab
 from draftline.pipeline.coordinator import TrainResult
-from draftline.pipeline.core import End, LedgerState
+from draftline.pipeline.core import End, LedgerCounts, LedgerState
 from draftline.pipeline.exporting import drafter_of_run
 from draftline.pipeline.provenance import provenance
 from draftline.pipeline.reporting import RunReporter
@@ -84,6 +84,7 @@ def _order(plan: RunPlan) -> WorkOrder:
         settings=plan.settings,
         first_row=plan.rows[0],
         total_rows=len(plan.rows),
+        data_fingerprint=plan.dataset.manifest.fingerprint,
         run_id=uuid.uuid4().hex[:16],
         slots=plan.settings.max_rows + SPARE_SLOTS,
         slot_bytes=slot_bytes(max(plan.row_bytes)),
@@ -144,7 +145,8 @@ def _train_through(
     run.run(signals, first_gifts(plan, crew, checkpoint))
     if spilled_bytes() > spilled:
         reporter.say(f"the object store spilled {spilled_bytes() - spilled} bytes to disk: something else fills it")
-    return _result(plan, queue, reporter, run.training_s)
+    assert run.ledger is not None
+    return _result(plan, run.ledger, reporter, run.training_s)
 
 
 class RemoteStats:
@@ -173,8 +175,8 @@ class RemoteStats:
             return self._known
 
 
-def _result(plan: RunPlan, queue: Any, reporter: RunReporter, training_s: float) -> TrainResult:
-    output, ledger = plan.config.output, ray.get(queue.stats.remote()).ledger
+def _result(plan: RunPlan, ledger: LedgerCounts, reporter: RunReporter, training_s: float) -> TrainResult:
+    output = plan.config.output
     export = output / "export"
     if not export.exists():
         known = provenance(plan.config, plan.facts, plan.dataset.manifest)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
-from draftline.cluster.crew import Crew
+from draftline.cluster.crew import Crew, first_answer
 from draftline.cluster.demand import SPARE_SLOTS
 from draftline.cluster.messages import QueueSetup
 from draftline.cluster.refs import Packed, RowContract, RowRef
@@ -51,7 +49,8 @@ def first_gifts(plan: RunPlan, crew: Crew, checkpoint: Checkpoint | None) -> lis
 def _first_weights(plan: RunPlan, crew: Crew, store: ObjectStore) -> Packed:
     drafter = plan.config.drafter
     if drafter.init == "target_layers" and drafter.init_from is None:  # only a target has them
-        there: Packed = ray.get(crew.members[0].actor.first_weights.remote())
+        first = crew.members[0]
+        there: Packed = first_answer(first.actor.first_weights.remote(), first)
         return pack(unpack(there, store), store)
     unused: Any = None
     return pack(initial_weights(plan.config, plan.spec, unused), store)
@@ -59,5 +58,6 @@ def _first_weights(plan: RunPlan, crew: Crew, store: ObjectStore) -> Packed:
 
 def validation_of(crew: Crew) -> list[RowRef]:
     """The validation rows, captured by the first target and owned by this process."""
-    rows: list[RowRef] = ray.get(crew.members[0].actor.validation.remote())
+    first = crew.members[0]
+    rows: list[RowRef] = first_answer(first.actor.validation.remote(), first)
     return kept_rows(rows, ObjectStore())

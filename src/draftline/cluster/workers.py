@@ -11,6 +11,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
@@ -19,6 +20,7 @@ import torch
 from draftline.cluster.link import GoneError, QueueLink
 from draftline.cluster.messages import Card, Outcome
 from draftline.cluster.orders import WorkOrder
+from draftline.cluster.probe import host_facts
 from draftline.cluster.refs import Packed, RowRef
 from draftline.cluster.remote import DrafterExchange, TargetExchange
 from draftline.cluster.reports import WorkerReports
@@ -40,7 +42,7 @@ from draftline.data.shards import TokenDataset
 from draftline.drafter.loop import DrafterTrainLoop
 from draftline.drafter.schedule import LearningRate
 from draftline.drafter.sync import Synchronizer
-from draftline.errors import DraftlineError, RunFailedError
+from draftline.errors import DraftlineError, RunFailedError, UserError
 from draftline.pipeline.budget import is_sticky
 from draftline.pipeline.checkpoint import Checkpoint
 from draftline.pipeline.validation import Validator
@@ -83,9 +85,14 @@ class LoopActor(ABC):
         return Card(node_id(), ray.util.get_node_ip_address(), fingerprint, **facts)
 
     def ready(self) -> Card:
-        """`load`, with bad input told in the card, so that it crosses hosts as one line."""
+        """`load`, and what runs on this host."""
+        card = self._told(self.load)
+        return replace(card, versions=host_facts(card.host, []).versions)
+
+    def _told(self, act: Callable[[], Card]) -> Card:
+        """Bad input is told in the card, so that it crosses hosts as one line."""
         try:
-            return self.load()
+            return act()
         except DraftlineError as error:
             return self.card(error=str(error), exit_code=error.exit_code)
 
@@ -106,7 +113,7 @@ class LoopActor(ABC):
         try:
             run()
         except GoneError as error:
-            self._outcome = Outcome("ended", reason=str(error))
+            self._outcome = Outcome("gone", reason=str(error))
         except BaseException as error:  # noqa: BLE001  told to the driver, by name
             self._outcome = _outcome_of(error, f"{self.role}-{self._number}")
         finally:
@@ -133,6 +140,9 @@ class TargetActor(LoopActor):
         """
         config = self._order.run_config()
         self._dataset = TokenDataset.open(config.data.path)
+        if self._dataset.manifest.fingerprint != self._order.data_fingerprint:
+            mend = "put the same files on all hosts"
+            raise UserError("is another data set here than on the head node", where=str(config.data.path), mend=mend)
         plan = self._plan = self._order.plan_of_one(self._place, self._dataset)
         (self._target,) = load_targets(plan)
         reports = prove_targets(plan, [self._target])
@@ -195,14 +205,18 @@ class DrafterActor(LoopActor):
         self._plan = self._order.plan_of_one(self._place, None)
         self._device = torch.device(first_device(self._plan.config.pipeline.drafter_devices[0]))
         self._lender = borrowed_target(self._plan.config.target, self._device)
-        return self.card()
+        return self.card(self._lender.fingerprint)
 
     def make(self, gift: Gift | None, validation: list[RowRef], stop_token_ids: tuple[int, ...]) -> Card:
         """Builds the drafter. `gift`: what it starts from; None: it is given that when it joins."""
         self._validation, self._stops = validation, stop_token_ids
-        if gift is not None:
-            self._build(gift)
-        return self.card()
+
+        def build() -> Card:
+            if gift is not None:
+                self._build(gift)
+            return self.card()
+
+        return self._told(build)
 
     def _build(self, gift: Gift) -> None:
         store = ObjectStore()

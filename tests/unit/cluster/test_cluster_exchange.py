@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from cluster_fakes import DiesError, FakeCluster, FakeSender, breaks, make_queue
+from cluster_fakes import DiesError, FakeCluster, FakeSender, breaks, make_queue, row_ref
 
 from draftline.cluster.messages import Batch, Call, CheckpointOrder
 from draftline.pipeline.core import CoreSettings, End, ProtocolError, drafter_worker, target_worker
@@ -139,6 +139,88 @@ def test_targets_come_and_go_while_the_run_goes_on():
     assert 0 not in cluster.queue._exchange._core._leases
 
 
+def test_a_target_that_was_let_go_is_needed_until_its_rows_are_trained():
+    queue = make_queue(9, SETTINGS)
+    for call, target in ((1, 0), (1, 1)):
+        lease = queue.ask(Call(f"target-{target}", call, (("lease_slot", (target,)),))).value.lease
+        assert (
+            queue.ask(Call(f"target-{target}", 2, (("put", (target, lease.row_id, row_ref(lease.row_id))),))).kind
+            == "ok"
+        )
+    queue.leave(0)
+    assert queue.ask(Call("target-0", 3, (("lease_slot", (0,)),))).value is False
+    idle = threading.Thread(target=queue.await_idle, args=(0,), daemon=True)
+    idle.start()
+    for call, steps in enumerate(((("get", (0,)),), (("trained", (0, 0)), ("get", (0,))), (("trained", (0, 1)),))):
+        assert idle.is_alive() or call == 2
+        assert queue.ask(Call("drafter-0", call + 1, steps)).kind == "ok"
+    idle.join(30)
+    assert not idle.is_alive()
+    assert queue.stats().admitted_rows == 0
+
+
+def test_a_run_that_fails_leaves_nobody_waiting_for_an_idle_target():
+    queue = make_queue(4, SETTINGS)
+    lease = queue.ask(Call("target-0", 1, (("lease_slot", (0,)),))).value.lease
+    queue.ask(Call("target-0", 2, (("put", (0, lease.row_id, row_ref(lease.row_id))),)))
+    answers = []
+    idle = threading.Thread(target=lambda: answers.append(queue.await_idle(0)), daemon=True)
+    idle.start()
+    queue.fail("drafter-0", "made up")
+    idle.join(30)
+    assert answers == [False]
+
+
+def test_a_newcomer_whose_leader_dies_before_it_gave_the_weights_is_told_so():
+    joined = threading.Event()
+
+    def on_row(drafter, row_id):
+        if drafter == 2 and row_id > 6:
+            raise DiesError
+        if row_id > 12:
+            joined.wait(10)
+
+    cluster = FakeCluster(60, CoreSettings(n_targets=3, n_drafters=3, rows_per_drafter=3), on_row=on_row)
+    take_over = cluster.take_over
+
+    def take_over_or_die(drafter, exchange):
+        if exchange.turn.joined and exchange.turn.meeting.leader == drafter:
+            raise DiesError
+        take_over(drafter, exchange)
+
+    cluster.take_over = take_over_or_die
+    cluster.start()
+    while cluster.queue._exchange._core.is_live(2):
+        joined.wait(0.01)
+    assert cluster.queue.joined(drafter_worker(3))
+    joined.set()
+    assert cluster.queue.wait(Call("drafter-3", 1, (("await_weights", (3,)),))).kind == "gone"
+    assert cluster.finish() is End.CLOSED
+    cluster.check_all_committed()
+    assert len(cluster.queue._exchange._core.rounds.live) == 1
+
+
+def test_a_newcomer_that_dies_while_it_waits_for_weights_costs_nothing():
+    ready = threading.Event()
+
+    def on_row(drafter, row_id):
+        if drafter == 1 and row_id > 6:
+            raise DiesError
+        if drafter == 0 and row_id > 12:
+            ready.wait(10)
+
+    cluster = FakeCluster(40, SETTINGS, on_row=on_row)
+    cluster.start()
+    while cluster.queue._exchange._core.is_live(1):
+        ready.wait(0.01)
+    assert cluster.queue.joined(drafter_worker(2))
+    cluster.queue.lost(drafter_worker(2))
+    assert cluster.queue.wait(Call("drafter-2", 1, (("await_weights", (2,)),))).kind == "gone"
+    ready.set()
+    assert cluster.finish() is End.CLOSED
+    cluster.check_all_committed()
+
+
 def test_the_last_checkpoint_goes_over_when_its_leader_is_lost():
     cluster = FakeCluster(6, SETTINGS)
     write, died = cluster.write, []
@@ -154,6 +236,22 @@ def test_the_last_checkpoint_goes_over_when_its_leader_is_lost():
     orders = [event for event in cluster.queue.take_events() if isinstance(event, CheckpointOrder)]
     assert died and orders[-1].turn.meeting.is_last and orders[-1].ledger["n_committed"] == 6
     assert orders[-1].weights == list(range(6))
+
+
+def test_a_run_whose_drafters_all_die_before_its_last_checkpoint_owes_it():
+    cluster = FakeCluster(6, SETTINGS)
+    write = cluster.write
+
+    def write_or_die(drafter, exchange, round_id):
+        if exchange.call("is_complete"):
+            raise DiesError
+        write(drafter, exchange, round_id)
+
+    cluster.write = write_or_die
+    assert cluster.run() is End.CLOSED
+    assert cluster.queue.owes_checkpoint()
+    written = FakeCluster(6, SETTINGS)
+    assert written.run() is End.CLOSED and not written.queue.owes_checkpoint()
 
 
 def test_a_checkpoint_lost_in_the_middle_of_a_run_is_made_up_for_at_the_next_meeting():

@@ -1,0 +1,141 @@
+"""Faults at awkward moments on several raylets: what dies, what lives on though it should not, and who comes after."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+import ray
+from cluster_kit import Meanwhile, kill_one, processes, wait_until_whole
+from held import HeldTarget, hold_of
+
+from draftline.cluster import crew
+from draftline.cluster.control import scale
+from draftline.cluster.crew import Crew, RefusedError
+from draftline.cluster.messages import Card
+from draftline.cluster.train import cluster_plan, train_on_cluster
+from draftline.errors import RunFailedError, UserError
+from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
+from draftline.pipeline.runplan import make_run_plan
+
+pytestmark = pytest.mark.timeout(600)
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not see the tests
+
+
+def run(config, cluster, **options):
+    return train_on_cluster(cluster_plan(config), cluster.address, **options)
+
+
+class FirstTargetFails(HeldTarget):
+    """The first target's loop ends by an error that nobody foresaw; its process lives on."""
+
+    def start(self, queue, transport):
+        def fail():
+            raise ZeroDivisionError("made up")
+
+        if self._number == 0:
+            self._start(fail)
+        else:
+            super().start(queue, transport)
+
+
+def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next_beside_another_run(
+    cluster, make_run, monkeypatch
+):
+    """Only one node takes targets, and all of it is taken; one drafter goes on meanwhile."""
+    monkeypatch.setattr(crew, "TargetActor", FirstTargetFails)
+    ours = ("pipeline.target_devices=[cpu,cpu]", "cluster.target_resources={first: 4}")
+    config = make_run(*ours, "epochs=24", "sync.every_rows=10", name="ours")
+    other = make_run("cluster.target_resources={second: 1}", "cluster.drafter_resources={third: 1}", "epochs=4")
+    folder, hold = config.output, hold_of(config.output)
+    hold.touch()
+    meanwhile = Meanwhile(
+        folder,
+        (3, lambda: wait_until_whole(folder)),
+        (3, lambda: scale(folder, -1)),
+        (3, lambda: wait_for_targets(1)),
+        (3, lambda: scale(folder, 1)),
+        (3, lambda: wait_for_targets(2)),
+        (3, hold.unlink),
+    )
+    meanwhile.start()
+    found = []
+    beside = threading.Thread(target=lambda: found.append(run(other, cluster)), daemon=True)
+    beside.start()
+    result = run(config, cluster)
+    meanwhile.check()
+    assert result.ledger.committed == len(make_run_plan(config).rows)
+    assert "ZeroDivisionError" in (folder / "failures.log").read_text()
+    beside.join(300)
+    assert [result.ledger.committed for result in found] == [len(make_run_plan(other).rows)]
+
+
+def wait_for_targets(n):
+    """Until the node that is full of targets, and not one with those of another run, has so many of them."""
+    deadline = time.monotonic() + 240
+    while max(Counter(p.ppid() for p in processes("FirstTargetFails")).values()) != n:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_run_whose_queue_dies_says_so_and_is_resumed_by_the_same_process(cluster, make_run):
+    config = make_run("epochs=6")  # one target, one drafter
+    meanwhile = Meanwhile(config.output, (20, lambda: kill_one("QueueActor")))
+    meanwhile.start()
+    with pytest.raises(RunFailedError, match=r"^queue: the queue is gone .*; resume the run$") as caught:
+        run(config, cluster)
+    meanwhile.check()
+    assert "\n" not in str(caught.value) and not (config.output / "cluster.json").exists()
+    before = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]["n_committed"]
+    meanwhile = Meanwhile(config.output, (before + 9, lambda: kill_one("DrafterActor")))
+    meanwhile.start()
+    with pytest.raises(RunFailedError, match="drafter-0: all drafters are lost"):
+        run(config, cluster, resume=True)
+    meanwhile.check()
+    before = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]["n_committed"]
+    result = run(config, cluster, resume=True)
+    planned = len(make_run_plan(config).rows)
+    assert result.ledger.committed == planned and sum(result.rows_by_drafter) == planned - before
+
+
+def test_a_worker_that_dies_before_the_first_row_leaves_nothing(cluster, make_run):
+    config = make_run("max_rows=4")
+    killer = threading.Thread(target=_kill_when_there, args=("DrafterActor",), daemon=True)
+    killer.start()
+    with pytest.raises(RefusedError, match=r"drafter-0 could not start: ") as caught:
+        run(config, cluster)
+    killer.join(30)
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+    assert not config.output.exists()
+
+
+def _kill_when_there(name):
+    while not processes(name):
+        time.sleep(0.02)
+    kill_one(name)
+
+
+class Member:
+    """As much of a member as a card is compared for."""
+
+    def __init__(self, name):
+        self.seat = type("Seat", (), {"name": name})
+        self.worker = type("Worker", (), {"role": name.partition("-")[0]})
+        self.card = None
+
+
+def test_a_worker_that_comes_later_runs_the_same_code_on_the_same_weights(cluster):
+    asked = Crew(None, None, [])
+    versions = asked._head.versions
+    asked.welcome(ray.put(Card("a", "10.0.0.1", "weights", versions=versions)), Member("target-0"))
+    asked.welcome(ray.put(Card("a", "10.0.0.1", "borrowed", versions=versions)), Member("drafter-0"))
+    other = Card("b", "10.0.0.2", "weights", versions={**versions, "torch": "0.1"})
+    with pytest.raises(UserError, match=r"host 10.0.0.2: torch is 0.1 there and "):
+        asked.welcome(ray.put(other), Member("target-1"))
+    with pytest.raises(
+        UserError, match=r"host 10.0.0.2: the target's weights are others there and weights on 10.0.0.1"
+    ):
+        asked.welcome(ray.put(Card("b", "10.0.0.2", "others", versions=versions)), Member("target-1"))
