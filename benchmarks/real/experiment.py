@@ -12,7 +12,7 @@ import torch
 from draftline.errors import DraftlineError
 from lab import Lab
 from measure import environment
-from parts import ablation, baselines, best_of, dev_scores, main_run, make_trainer, tune, with_seed
+from parts import ablation, baselines, best_of, dev_scores, long_run, main_run, make_trainer, tune, with_seed
 from prompts import PromptFiles
 from settings import TINY, Settings
 from several import pipeline_run, replicas
@@ -78,6 +78,9 @@ class Experiment:
             self._main_recipe(recommended, ours)
         self._seeds(scored, recommended, ours)
         self._several(scored, ours)
+        if recommended is not None:
+            cost_s = self._settings.long_s + self._shape_s(recommended) + 150.0 + DECODE_S
+            self._part("long-recommended", lambda: long_run(self._lab, recommended, ours), cost_s)
 
     def _tuned(self, side: str) -> float | None:
         tries = len(self._settings.rates) * (self._settings.tune_s + 3.0)

@@ -20,7 +20,7 @@ from draftline.target.capture import TargetCapture
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.selftest import self_test
 from draftline.target.unpack import unpack_target
-from prompts import PromptFiles, answer_all, describe, load_samples
+from prompts import PromptFiles, answer_all, answer_more, describe, load_more, load_samples
 from scoring import Kept, Scorer
 from settings import KEPT_SETS, Settings
 from states import PaddedSamples, capture_rows
@@ -81,6 +81,16 @@ class Lab:
         capture = self._timed("self-test", self._make_capture)
         samples = self.samples
         return self._timed("capture", lambda: {role: self._capture(capture, samples[role]) for role in samples})
+
+    @functools.cached_property
+    def more_rows(self) -> list[HiddenStateRow]:
+        """States of the answers that are drawn for the long run."""
+        where = (self.files, self.settings, self.target_config)
+        if not self.files.more_answers.is_file():
+            self._timed("more answers", lambda: answer_more(*where, str(self.device)))
+        samples = self._timed("more samples", lambda: load_more(*where))
+        capture = self._make_capture()
+        return self._timed("more capture", lambda: self._capture(capture, samples))
 
     @functools.cached_property
     def padded(self) -> PaddedSamples:

@@ -11,7 +11,7 @@ from lab import Lab
 from peer import PeerTrainer
 from scoring import set_block
 from settings import KEPT_SETS
-from training import Course, Snapshot, Trainer, first_weights, train_for
+from training import Course, OurTrainer, Snapshot, Trainer, first_weights, train_for
 from variants import PLAIN, Variant
 
 Figures = dict[str, Any]
@@ -75,6 +75,25 @@ def main_run(lab: Lab, trainer: Trainer, peak_rate: float, *, at_marks: bool, tr
     if trees:
         curve = lab.scorer.walk(spec, end, ["gsm8k"], settings.curve_budgets, settings.curve_prompts)
         found["curve"] = curve["gsm8k"]
+    print(f"  {_line(found)}", flush=True)
+    lab.free()
+    return found
+
+
+def long_run(lab: Lab, variant: Variant, peak_rate: float) -> Figures:
+    """A recipe for minutes, with further drawn answers: what bounds the short runs, time and data or the recipe."""
+    settings, rows = lab.settings, [*lab.rows["train"], *lab.more_rows]
+    trainer = OurTrainer(lab.target, rows, variant, settings, peak_rate)
+    course = train_for(trainer, settings.long_s, trainer.peak_rate, lab.device, settings.long_marks)
+    spec, budgets = trainer.spec, (settings.budget,)
+    found: Figures = {"variant": variant.as_figures(), "learning_rate": trainer.peak_rate, "rows": len(rows)}
+    found |= course.as_figures()
+    found["marks"] = [
+        {"training_s": s.training_s, "steps": s.steps, "walked": lab.scorer.walk(spec, s.weights, KEPT_SETS, budgets)}
+        for s in course.snapshots
+    ]
+    found["walked"] = found["marks"][-1]["walked"]
+    found["decoded"] = decode_all(lab, spec, course, (None, settings.budget))
     print(f"  {_line(found)}", flush=True)
     lab.free()
     return found

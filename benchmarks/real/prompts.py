@@ -46,6 +46,11 @@ class PromptFiles:
         """JSON lines as `draftline regenerate` writes them."""
         return self.folder / "answers.jsonl"
 
+    @property
+    def more_answers(self) -> Path:
+        """Likewise, the drawn ones of the long run."""
+        return self.folder / "more-answers.jsonl"
+
 
 def split_all(files: PromptFiles, settings: Settings) -> dict[str, list[Record]]:
     """Prompts by role: `train`, `dev`, and the kept sets. GSM8K keeps its last ones, the others what a hash chooses."""
@@ -97,15 +102,48 @@ def answer_all(files: PromptFiles, settings: Settings, target: TargetConfig, dev
     }
 
 
+def answer_more(files: PromptFiles, settings: Settings, target: TargetConfig, device: str) -> None:
+    """Draws further answers to the training prompts, for a training that would see the greedy ones too often."""
+    of_gsm8k, rows = {row["id"] for row in _read(files.gsm8k)}, []
+    for row in split_all(files, settings)["train"]:
+        count = settings.more_gsm8k if row["id"] in of_gsm8k else settings.more_answers
+        rows += [row | {"id": f"{row['id']}#{number}"} for number in range(count)]
+    prompts = files.folder / "more-prompts.jsonl"
+    _write_prompts(prompts, {"train": rows})
+    regenerate(
+        str(prompts),
+        files.more_answers,
+        target=target,
+        device=device,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch,
+        temperature=settings.more_temperature,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        progress=False,
+    )
+
+
 def load_samples(files: PromptFiles, settings: Settings, target: TargetConfig) -> dict[str, list[Sample]]:
     """Answered prompts as samples, by role, in the order of their ids."""
     role_of = {row["id"]: role for role, rows in split_all(files, settings).items() for row in rows}
+    return _samples_of(files.answers, role_of, settings, target)
+
+
+def load_more(files: PromptFiles, settings: Settings, target: TargetConfig) -> list[Sample]:
+    """The drawn answers as samples."""
+    role_of = {row["id"]: "train" for row in _read(files.more_answers)}
+    return _samples_of(files.more_answers, role_of, settings, target)["train"]
+
+
+def _samples_of(
+    answers: Path, role_of: dict[str, str], settings: Settings, target: TargetConfig
+) -> dict[str, list[Sample]]:
     encoder = ChatEncoder(
         load_template(target), max_tokens=settings.max_prompt_tokens + settings.max_new_tokens, turns="last"
     )
     found: dict[str, list[Sample]] = {role: [] for role in ("train", "dev", "gsm8k", "arena", "general")}
     rejected: Counter[str] = Counter()
-    for row in read_conversations([str(files.answers)], Tally(skip_bad_rows=False)):
+    for row in read_conversations([str(answers)], Tally(skip_bad_rows=False)):
         if row.id not in role_of or row.answer_token_ids is None:
             continue
         try:

@@ -21,6 +21,8 @@ from tables import (
     data_table,
     estimate_table,
     head_to_head,
+    long_table,
+    loop_table,
     seed_table,
     several_table,
     verdicts,
@@ -41,6 +43,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Figures], list[str]]], ...] = (
     ("ablations", "One change at a time", ablation_table),
     ("seeds", "Other seeds", seed_table),
     ("several", "Several drafters at equal total work", several_table),
+    ("long", "A long run", long_table),
+    ("loops", "Where lookup wins", loop_table),
     ("estimates", "Training-time estimate and real decoding", estimate_table),
     ("data", "Data", data_table),
 )

@@ -7,9 +7,10 @@ The target answers the prompts (GSM8K without its last 300, Arena-Hard and the p
 evaluation), its states are captured once and stay on the GPU, and everything is trained from them: SpecForge's
 OnlineDFlashModel in a plain loop, the plain DFlash recipe, the DDTree recipe, one change at a time from the plain
 recipe, the best again with other seeds, several drafters with each kind of synchronisation, and one run through the
-whole pipeline. Each part writes OUTPUT/parts/NAME.json and is not run again while that file is there; all of them
-together stand in the merged file (`--merged`), from which parts are restored if the folder was lost. The answers are
-kept compressed (`--answers`). `--budget-s` starts no part that would not end in time. See docs/results.md.
+whole pipeline, and last one long run with further answers (it may need a call of its own). Each part writes
+OUTPUT/parts/NAME.json and is not run again while that file is there; all of them together stand in the merged file
+(`--merged`), from which parts are restored if the folder was lost. The answers are kept compressed (`--answers`).
+`--budget-s` starts no part that would not end in time. See docs/results.md.
 """
 
 from __future__ import annotations

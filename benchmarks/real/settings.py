@@ -31,6 +31,9 @@ class Settings:
             mark_prompts: at each mark (gsm8k, the chain).
         peer_samples, peer_anchors: samples of a batch of the peer and its anchors in each (their product is ours).
         peer_tokens: every sample is padded to it.
+        long_s: training seconds of the long run; long_marks: shares of it at which acceptance is measured.
+        more_answers, more_gsm8k: further answers to each training prompt for the long run, drawn at
+            `more_temperature`: to those of Arena-Hard and the project's own, and to those of GSM8K.
     """
 
     gsm8k_train: int = 5000
@@ -63,6 +66,11 @@ class Settings:
     peer_samples: int = 8
     peer_anchors: int = 64
     peer_tokens: int = 512
+    long_s: float = 240.0
+    long_marks: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
+    more_answers: int = 6
+    more_gsm8k: int = 1
+    more_temperature: float = 0.8
 
     def as_figures(self) -> dict[str, Any]:
         """JSON-able."""
@@ -99,4 +107,7 @@ TINY = Settings(
     peer_samples=2,
     peer_anchors=4,
     peer_tokens=212,
+    long_s=1.0,
+    long_marks=(0.5, 1.0),
+    more_answers=2,
 )

@@ -177,6 +177,40 @@ def several_table(parts: Figures) -> list[str]:
     return table(head, rows) if rows else ["Not measured yet."]
 
 
+def long_table(parts: Figures) -> list[str]:
+    """The long run at its marks."""
+    part = parts.get("long-recommended")
+    if part is None:
+        return ["Not measured yet."]
+    methods = list(part["walked"]["gsm8k"])
+    rows = [
+        [f"{m['training_s']:.0f}", str(m["steps"]), *(tau(m["walked"][s][method]) for s in SETS for method in methods)]
+        for m in part["marks"]
+    ]
+    return table(["training s", "steps", *(f"{s}, {method}" for s in SETS for method in methods)], rows)
+
+
+def loop_table(parts: Figures) -> list[str]:
+    """Chain and lookup where the target repeats itself and where it does not: lookup above 3 tells a loop."""
+    part = parts.get("long-recommended") or parts.get("main-recommended")
+    if part is None:
+        return ["Not measured yet."]
+    rows = []
+    for name in SETS:
+        chains = counts_of(part["walked"][name]["chain"])
+        lookups = counts_of(parts["baselines"]["walked"][name]["lookup"])
+        loops = [one.tokens > 3 * one.rounds for one in lookups]
+        for words, wanted in (("repeats", True), ("others", False)):
+            sides = ([c for c, loop in zip(side, loops, strict=True) if loop is wanted] for side in (lookups, chains))
+            rows.append([name, words, str(loops.count(wanted)), *map(_pooled, sides)])
+    return table(["set", "answers", "prompts", "lookup", "chain"], rows)
+
+
+def _pooled(counts: Sequence[PromptCounts]) -> str:
+    rounds = sum(c.rounds for c in counts)
+    return f"{sum(c.tokens for c in counts) / rounds:.2f}" if rounds else ""
+
+
 def estimate_rows(parts: Figures) -> list[tuple[str, str, float, float]]:
     """(run, method, walked, decoded) on the same prompts: those that were decoded."""
     found = []
@@ -209,7 +243,8 @@ def verdicts(parts: Figures) -> list[str]:
         a, b = ours["walked"]["gsm8k"]["chain"], peer["walked"]["gsm8k"]["chain"]
         ratio = a["acceptance_length"] / b["acceptance_length"]
         lines.append(f"- Chain against the SpecForge loop at equal training seconds: {ratio:.3f} times (asked: 1.15).")
-    last = next((parts[f"main-{n}"] for n, _ in reversed(MAINS) if f"main-{n}" in parts), None)
+    mains = (parts.get(f"main-{name}") for name, _ in reversed(MAINS))
+    last = parts.get("long-recommended") or next((main for main in mains if main), None)
     if last is not None:
         methods = last["walked"]["gsm8k"]
         chain, tree = methods["chain"], next((f for m, f in methods.items() if m != "chain"), None)

@@ -253,6 +253,9 @@ def made_up_parts(real):
         methods = {"gsm8k": {"chain": scored(value), "tree@64": scored(value * 1.5)}}
         figures = {"variant": variant.as_figures(), "walked": methods, "steps": 7, "environment": ENVIRONMENT}
         parts[f"ablation-{variant.name}"] = figures
+    long = main_figures(3.6)
+    long["marks"] = [{"training_s": s, "steps": 10 * s, "walked": long["walked"]} for s in (30, 240)]
+    parts["long-recommended"] = long
     return parts
 
 
@@ -260,6 +263,7 @@ def test_the_page_has_every_section_and_keeps_what_people_wrote(real, tmp_path):
     parts = made_up_parts(real)
     page = real.report.new_page(parts)
     assert "1.200 times (asked: 1.15)" in page and "| KL 0.15 | 7 | 3.10 (3.00-3.20) |" in page
+    assert "Chain on GSM8K: 3.60 (3.50-3.70) (asked: 3.5)" in page and "| 240 | 2400 | 3.60 (3.50-3.70) |" in page
     assert "compile s" in page and "| draftline | 10.0 | 9.0 | 4.0 | 23.0 |" in page
     written = page.replace("## Size of the tree", "## Size of the tree\n\nA surprise: none.")
     parts["main-draftline"] = main_figures(4.0)
