@@ -1,6 +1,7 @@
 """The verdict of a real run: each trouble is set up on purpose in the pipeline itself, and named while it lasts.
 
-What is made slow is slow compared with what the other side really takes, so that a busy machine changes nothing.
+What is slow waits until the other side waits for it, and then as long as the other side takes for a row just now, so
+that a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from draftline.drafter.step import DrafterStep
 from draftline.errors import RunFailedError
 from draftline.monitor import verdict as verdict_module
 from draftline.monitor.metrics import RunMetrics
-from draftline.monitor.status import Verdict
+from draftline.monitor.status import Verdict, WorkerStatus
 from draftline.monitor.watch import read_status
 from draftline.pipeline import coordinator as coordinator_module
 from draftline.pipeline.coordinator import train
@@ -44,6 +44,7 @@ class Observed:
         self._time(TargetCapture, "capture", "target")
         self._time(DrafterTrainLoop, "_train", "drafter")
         begin, look = RunMetrics.__init__, RunMetrics.snapshot
+        self._look = look
 
         def remember(metrics: RunMetrics, **options: Any) -> None:
             begin(metrics, **options, stall_after_s=0.2)
@@ -57,17 +58,31 @@ class Observed:
         monkeypatch.setattr(RunMetrics, "__init__", remember)
         monkeypatch.setattr(RunMetrics, "snapshot", judge)
 
-    def slow_down(self, place: type, method: str, times: Callable[[str], float], than: str) -> None:
-        """The method takes `times(worker)` as long as a row of the other side, in worker threads."""
+    def hold(self, place: type, method: str, until: Callable[[str], bool], *, steps: float, than: str) -> None:
+        """In worker threads the method goes on once `until(worker)` is true, and `steps` rows of the other side later.
+
+        So whoever waits does so for a time that is long compared with what work takes on this machine just now.
+        """
         original = getattr(place, method)
 
-        def slowed(this: Any, *arguments: Any) -> Any:
-            worker = threading.current_thread().name
+        def held(this: Any, *arguments: Any) -> Any:
+            worker, give_up_s = threading.current_thread().name, time.monotonic() + 20
             if worker.startswith(("target-", "drafter-")):
-                time.sleep(times(worker) * median(self._took[than] or [0.01]))
+                while not until(worker) and time.monotonic() < give_up_s:
+                    time.sleep(0.002)
+                time.sleep(steps * (self._took[than] or [0.01])[-1])
             return original(this, *arguments)
 
-        self._patch.setattr(place, method, slowed)
+        self._patch.setattr(place, method, held)
+
+    def all_wait(self, side: str) -> bool:
+        """Each worker of the side waits, or has ended."""
+        workers = [w for w in self.workers() if w.role == side]
+        return all(w.activity == "waiting" or w.state != "running" for w in workers)
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """As the run's metrics tell them now."""
+        return self._look(self.metrics[-1]).workers
 
     def _time(self, place: type, method: str, side: str) -> None:
         original = getattr(place, method)
@@ -106,28 +121,43 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> Observed:
 
 
 def test_slow_data_loading_is_the_verdict_while_samples_come_slowly(make_run, observed: Observed) -> None:
-    observed.slow_down(TokenDataset, "sample", lambda worker: 3.0, "drafter")
-    verdict = observed.after(10, make_run("max_rows=11", *ONE_ROUND))
+    observed.hold(TokenDataset, "sample", lambda _: observed.all_wait("drafter"), steps=1.0, than="drafter")
+    verdict = observed.after(6, make_run("max_rows=7", *ONE_ROUND))
     assert verdict.cause == "slow_data" and "the targets wait for samples" in verdict.sentence
 
 
 def test_starved_drafters_are_the_verdict_with_the_split_that_would_feed_them(make_run, observed: Observed) -> None:
-    observed.slow_down(TargetCapture, "capture", lambda worker: 5.0, "drafter")
-    config = make_run("max_rows=15", "pipeline.drafter_devices=[cpu,cpu,cpu]", *ONE_ROUND)
-    verdict = observed.after(14, config)
+    observed.hold(TargetCapture, "capture", lambda _: observed.all_wait("drafter"), steps=4.0, than="drafter")
+    config = make_run("max_rows=8", "pipeline.drafter_devices=[cpu,cpu,cpu]", *ONE_ROUND)
+    verdict = observed.after(7, config)
     assert verdict.cause == "starved_drafters" and verdict.split == (3, 1)
     assert "1 target can deliver" in verdict.sentence and "of 4 workers 3:1" in verdict.sentence
 
 
 def test_the_slow_one_of_three_targets_is_the_verdict(make_run, observed: Observed) -> None:
-    observed.slow_down(TargetCapture, "capture", lambda w: 15.0 if w == "target-1" else 4.0, "drafter")
+    began: list[int] = []
+
+    def until(worker: str) -> bool:
+        """Drafters wait; target-1 takes a row while the others capture ten, or what is left."""
+        if worker != "target-1":
+            return observed.all_wait("drafter")
+        rows = {w.name: w.rows for w in observed.workers() if w.role == "target"}
+        others = rows["target-0"] + rows["target-2"]
+        if not began:
+            began.append(others)
+        done = others >= min(began[0] + 10, 17 - 1 - rows["target-1"])
+        if done:
+            began.clear()
+        return done
+
+    observed.hold(TargetCapture, "capture", until, steps=1.0, than="drafter")
     verdict = observed.after(16, make_run("max_rows=17", "pipeline.target_devices=[cpu,cpu,cpu]", *ONE_ROUND))
     assert verdict.cause == "slow_target" and "target-1 delivers" in verdict.sentence
 
 
 def test_targets_that_wait_for_slow_drafters_are_the_verdict(make_run, observed: Observed) -> None:
-    observed.slow_down(DrafterStep, "forward_backward", lambda worker: 4.0, "target")
-    verdict = observed.after(12, make_run("max_rows=13", "pipeline.target_devices=[cpu,cpu]", *ONE_ROUND))
+    observed.hold(DrafterStep, "forward_backward", lambda _: observed.all_wait("target"), steps=3.0, than="target")
+    verdict = observed.after(9, make_run("max_rows=16", "pipeline.target_devices=[cpu,cpu]", *ONE_ROUND))
     assert verdict.cause == "drafter_bound" and verdict.split == (1, 2)
 
 

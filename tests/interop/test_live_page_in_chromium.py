@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,24 @@ CUT = """() => [...document.querySelectorAll('.chart')].flatMap(chart => {
 COLOURS = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(230, 230, 230)", "rgb(20, 23, 28)"]}
 
 
+class Moving:
+    """A clock that goes on, and further when it is moved."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+CLOCK = Moving()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunMonitor]:
     """A run in progress that has trained a row."""
     (tmp_path / "run").mkdir()
-    with RunMonitor(tmp_path / "run", MonitorConfig(status_every_s=0.2), show=False) as monitor:
+    with RunMonitor(tmp_path / "run", MonitorConfig(status_every_s=0.2), show=False, clock=CLOCK) as monitor:
         train(monitor, 1)
         yield monitor
 
@@ -59,7 +73,7 @@ GPUS = (
 def crowd(monitor: RunMonitor) -> None:
     """Three targets, two drafters and two GPUs, one worker of which is dead, and a queue that fills."""
     for rows in range(2, 12):
-        train(monitor, rows, ("target-0", "target-1", "target-2", "drafter-0", "drafter-1"))
+        train(monitor, rows, ("target-0", "drafter-0", "target-1", "target-2", "drafter-1"))
         queue = {"queue/rows": float(rows % 5), "queue/bytes": (rows % 5) * 5e6}
         gpus = {"gpu/cuda_0/busy_share": 0.9, "gpu/cuda_1/busy_share": 0.1 * (rows % 3)}
         memory = {"gpu/cuda_0/memory_bytes": 61e9, "gpu/cuda_1/memory_bytes": 1e9 * rows}
@@ -73,12 +87,14 @@ def crowd(monitor: RunMonitor) -> None:
 
 
 def train(monitor: RunMonitor, rows: int, names: tuple[str, ...] = ("target-0", "drafter-0")) -> None:
-    for name in names:
+    CLOCK.ahead_s += 4.0
+    now = CLOCK()
+    for number, name in enumerate(names):
         clock = monitor.metrics.worker(name)
-        with clock.span("waiting", "a row" if name == "drafter-0" else "a free slot"):
-            pass
-        with clock.span("working", f"row {rows}"):
-            clock.done(rows=1, tokens=1000)
+        waited_s = 0.5 + 0.4 * number
+        clock.past("waiting", "a row" if name.startswith("drafter") else "a free slot", now - 4, now - 4 + waited_s, {})
+        clock.past("working", f"row {rows}", now - 4 + waited_s, now, {"tokens": 1000})
+        clock.done(rows=1, tokens=1000)
     monitor.metrics.watch(
         ledger=lambda: LedgerCounts(planned=100, committed=rows), queue=lambda: QueueGauge(rows=2, bytes=5 << 20)
     )

@@ -43,10 +43,15 @@
 
   function fill(id, rows) {
     element(id + "-part").hidden = rows.length === 0;
+    const names = [...element(id + "-part").querySelectorAll("thead th")].map(function (th) { return th.textContent; });
     element(id).replaceChildren(...rows.map(function (cells) {
       const row = made("tr"), head = made("th", cells[0]);
       head.scope = "row";
-      row.append(head, ...cells.slice(1).map(function (cell) { return made("td", cell); }));
+      row.append(head, ...cells.slice(1).map(function (cell, number) {
+        const place = made("td", cell);
+        place.dataset.name = names[number + 1];  // shown where the table is too wide for the window
+        return place;
+      }));
       return row;
     }));
   }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost")
+_ANY = ("", "0.0.0.0", "::")
 STATE_AGE_S, CHARTS_AGE_S = 1.0, 8.0
 # Charts of a long run take seconds to read: not more than this share of the time goes into them.
 MOST_READING_SHARE = 0.05
@@ -69,7 +70,8 @@ def serve(run: Path, *, host: str = LOOPBACK[0], port: int = 8765, say: Callable
         port = listener.getsockname()[1]
         token = None if host in LOOPBACK else secrets.token_urlsafe(24)
         app = make_app(run, token=token, cookie=f"draftline-{port}")
-        shown = f"[{host}]" if ":" in host else host
+        named = socket.gethostname() if host in _ANY else host  # what others can open
+        shown = f"[{named}]" if ":" in named else named
         say(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""))
         # No access log: addresses in it would hold the token.
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)

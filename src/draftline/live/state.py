@@ -12,7 +12,7 @@ from draftline.monitor.render import doing, duration, number, queue_text, size
 from draftline.monitor.run import EVENTS_FILE
 from draftline.monitor.status import GpuGauge, StatusSnapshot, WorkerStatus
 from draftline.monitor.verdict import rate
-from draftline.monitor.watch import RunStatus, read_status
+from draftline.monitor.watch import OVER, RunStatus, read_status, verdict_of
 from draftline.report.charts import Axis, Chart, line_chart
 from draftline.report.curves import Curve, Metrics, read_metrics
 from draftline.report.figures import curve_charts, timeline_chart
@@ -48,9 +48,9 @@ def worker_charts(metrics: Metrics) -> Iterator[Chart | None]:
     note = "Of the minute before; a target waits for a slot or samples, a drafter for a row or the other drafters."
     yield line_chart("waiting", "Waiting, by worker", metrics.named("waiting/"), _SHARE, note=note)
     gpus = metrics.named("gpu/")
-    busy = {name.partition("/")[0]: curve for name, curve in gpus.items() if name.endswith("/busy_share")}
+    busy = {_device(name): curve for name, curve in gpus.items() if name.endswith("/busy_share")}
     yield line_chart("gpu-busy", "GPUs busy", busy, _SHARE)
-    memory = {n.partition("/")[0]: _scaled(c, _GIB) for n, c in gpus.items() if n.endswith("/memory_bytes")}
+    memory = {_device(name): _scaled(c, _GIB) for name, c in gpus.items() if name.endswith("/memory_bytes")}
     yield line_chart("gpu-memory", "Memory of the GPUs in use", memory, Axis("GiB", {"rangemode": "tozero"}))
 
 
@@ -67,14 +67,14 @@ def _state(name: str, status: RunStatus) -> dict[str, Any]:
         "run": name,
         "state": status.state,
         "detail": f"{status.detail}; {duration(snapshot.elapsed_s)} in all",
-        "verdict": "" if status.state in ("closed", "stopped") else snapshot.verdict.sentence,
-        "figures": list(_figures(snapshot).items()),
+        "verdict": verdict_of(status),
+        "figures": list(_figures(snapshot, over=status.state in OVER).items()),
         "workers": [_worker(worker) for worker in snapshot.workers],
         "gpus": [_gpu(gpu) for gpu in snapshot.gpus],
     }
 
 
-def _figures(snapshot: StatusSnapshot) -> dict[str, str]:
+def _figures(snapshot: StatusSnapshot, *, over: bool) -> dict[str, str]:
     ledger, can = snapshot.ledger, snapshot.capacities
     done = ledger.committed + ledger.trained
     figures = {
@@ -89,6 +89,8 @@ def _figures(snapshot: StatusSnapshot) -> dict[str, str]:
         "targets could": rate(can.target_tokens_per_s),
         "drafters could": rate(can.drafter_tokens_per_s),
     }
+    if over:
+        del figures["time left"]
     if snapshot.queue is not None:
         figures["waiting rows"] = queue_text(snapshot.queue).removeprefix("queue ")
     return figures
@@ -106,6 +108,11 @@ def _gpu(gpu: GpuGauge) -> list[str]:
     if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
         return [gpu.device, busy, "?"]
     return [gpu.device, busy, f"{size(gpu.memory_used_bytes)} of {size(gpu.memory_total_bytes)}"]
+
+
+def _device(name: str) -> str:
+    """`cuda:0` of the curve `cuda_0/busy_share`, as it is called everywhere else."""
+    return name.partition("/")[0].replace("_", ":")
 
 
 def _scaled(curve: Curve, unit: int) -> Curve:

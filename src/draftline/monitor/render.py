@@ -9,6 +9,8 @@ from draftline.monitor.status import GpuGauge, QueueGauge, StatusSnapshot, Worke
 from draftline.monitor.verdict import rate
 
 SEPARATOR = " | "
+# Least widths of a worker's name, what it does, and its rows, so that columns seldom move.
+_COLUMNS = (11, 28, 20, 0)
 
 
 def status_line(snapshot: StatusSnapshot) -> str:
@@ -30,8 +32,8 @@ def parts(snapshot: StatusSnapshot, width: int) -> list[str]:
     return [*worker_lines(snapshot.workers, width), *gpus]
 
 
-def status_segments(snapshot: StatusSnapshot) -> list[str]:
-    """rows, loss, acceptance estimate, trained rate, capacity of both sides, queue, waiting shares, time left."""
+def status_segments(snapshot: StatusSnapshot, *, over: bool = False) -> list[str]:
+    """rows, loss, acceptance estimate, trained rate, capacities, queue, waiting shares; time left unless it is over."""
     ledger, capacities = snapshot.ledger, snapshot.capacities
     done = ledger.committed + ledger.trained
     segments = [f"{done}/{ledger.planned} rows" if ledger.planned else f"{snapshot.rows_trained} rows"]
@@ -52,7 +54,8 @@ def status_segments(snapshot: StatusSnapshot) -> list[str]:
         segments.append("wait " + " ".join(f"{short_name(w)} {waiting_share(w):.0%}" for w in snapshot.workers))
     if snapshot.gpus:
         segments.append("gpu " + " ".join(_percent(gpu.busy_share) for gpu in snapshot.gpus))
-    segments.append(f"left {duration(snapshot.time_left_s)}")
+    if not over:
+        segments.append(f"left {duration(snapshot.time_left_s)}")
     return segments
 
 
@@ -77,23 +80,27 @@ def queue_text(queue: QueueGauge) -> str:
 
 
 def worker_lines(workers: Sequence[WorkerStatus], width: int) -> list[str]:
-    """A table of what each worker does now and where its time went; several lines a worker where it is narrow."""
+    """What each worker does now and where its time went: a table, or several lines a worker where it is too narrow."""
+    rows = [(w.name, doing(w), f"{w.rows} rows, {rate(w.tokens_per_s)}", _shares(w)) for w in workers]
+    columns = [
+        max([least, *map(len, column)]) for least, column in zip(_COLUMNS, zip(*rows, strict=True), strict=False)
+    ]
+    table = ["  ".join(f"{cell:<{c}}" for cell, c in zip(row, columns, strict=True)).rstrip() for row in rows]
+    if all(len(line) <= width for line in table):
+        return table
     lines = []
-    for worker in workers:
-        now = doing(worker)
-        shares = " ".join(f"{name} {share:.0%}" for name, share in sorted(worker.shares.items(), key=_by_share))
-        facts = f"{worker.rows} rows, {rate(worker.tokens_per_s)}"
-        row = f"{worker.name:<11} {now:<34} {facts:<26} {shares}".rstrip()
-        if len(row) <= width and len(now) <= 34:
-            lines.append(row)
-        else:
-            lines += hanging(f"{worker.name}: {now}", width)
-            lines += [f"  {line}" for line in wrap(f"{facts}; {shares}", width - 2)]
+    for name, now, facts, shares in rows:
+        lines += hanging(f"{name}: {now}", width)
+        lines += [f"  {line}" for line in wrap(f"{facts}; {shares}", width - 2)]
     return lines
 
 
+def _shares(worker: WorkerStatus) -> str:
+    return " ".join(f"{name} {share:.0%}" for name, share in sorted(worker.shares.items(), key=_by_share))
+
+
 def gpu_lines(gpus: Sequence[GpuGauge]) -> list[str]:
-    """`cuda:0      97% busy, 61.2 GiB of 79.6 GiB used`."""
+    """`cuda:0      97% busy, 61.2 of 79.6 GiB`."""
     return [f"{gpu.device:<11} {_percent(gpu.busy_share, '?%')} busy, {_memory(gpu)}" for gpu in gpus]
 
 
@@ -181,7 +188,7 @@ def _percent(share: float | None, unknown: str = "?") -> str:
 def _memory(gpu: GpuGauge) -> str:
     if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
         return "memory unknown"
-    return f"{size(gpu.memory_used_bytes)} of {size(gpu.memory_total_bytes)} used"
+    return f"{gpu.memory_used_bytes / 2**30:.1f} of {gpu.memory_total_bytes / 2**30:.1f} GiB"
 
 
 def doing(worker: WorkerStatus) -> str:
@@ -189,7 +196,7 @@ def doing(worker: WorkerStatus) -> str:
     if worker.state != "running":
         return f"{worker.state}{': ' + worker.reason if worker.reason else ''}"
     if worker.activity is None:
-        return "between spans"
+        return "idle"
     joined = "waiting for " if worker.activity == "waiting" else f"{worker.activity} "
     return f"{joined}{worker.what}".strip() + f" ({duration(worker.since_s)})"
 

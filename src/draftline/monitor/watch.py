@@ -33,7 +33,7 @@ SILENT_AFTER_S = 60.0
 WATCH_EVERY_S = 2.0
 WATCH_LOG_EVERY_S = 10.0
 LOG_COLUMNS = 120
-_OVER: frozenset[RunState] = frozenset({"closed", "stopped", "failed", "killed"})
+OVER: frozenset[RunState] = frozenset({"closed", "stopped", "failed", "killed"})
 # Process start times are read with a resolution of about 10 ms, and shift with corrections of the wall clock.
 SAME_PROCESS_S = 2.0
 
@@ -97,7 +97,7 @@ def watch_run(
         return _watch_log(run_dir, status, once, console, sleep)
     with Live(_picture(run_dir, status, console), console=console, auto_refresh=False) as live:
         try:
-            while status.state not in _OVER:
+            while status.state not in OVER:
                 sleep(WATCH_EVERY_S)
                 status = read_status(run_dir)
                 live.update(_picture(run_dir, status, console), refresh=True)
@@ -113,7 +113,7 @@ def _watch_log(
     try:
         while True:
             plain(console, render_status(status, columns, queue_lines(run_dir / METRICS_FILE, columns)))
-            if once or status.state in _OVER:
+            if once or status.state in OVER:
                 return status
             sleep(WATCH_LOG_EVERY_S)
             status = read_status(run_dir)
@@ -137,9 +137,18 @@ def render_status(status: RunStatus, width: int, history: Sequence[str] = ()) ->
     """
     snapshot = status.snapshot
     head = f"{status.detail}; {duration(snapshot.elapsed_s)} in all"
-    verdict = [] if status.state in ("closed", "stopped") else wrap(snapshot.verdict.sentence, width)
-    figures = flow(status_segments(snapshot), width)
-    return "\n".join([*wrap(head, width), *verdict, *figures, *history, *parts(snapshot, width)])
+    figures = flow(status_segments(snapshot, over=status.state in OVER), width)
+    return "\n".join(
+        [*wrap(head, width), *wrap(verdict_of(status), width), *figures, *history, *parts(snapshot, width)]
+    )
+
+
+def verdict_of(status: RunStatus) -> str:
+    """The verdict, as it was where the run is over by accident; nothing of one that ended as it should."""
+    if status.state in ("closed", "stopped"):
+        return ""
+    sentence = status.snapshot.verdict.sentence
+    return f"before that: {sentence}" if status.state == "killed" else sentence
 
 
 def _parse(text: str, path: Path) -> StatusFile:

@@ -6,7 +6,7 @@ reader's light or dark theme.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,17 +56,28 @@ ROWS = Axis("rows trained", {"rangemode": "tozero"})
 
 
 def line_chart(
-    key: str, title: str, curves: Mapping[str, Curve], y: Axis, *, note: str = "", most: int = 1200
+    key: str,
+    title: str,
+    curves: Mapping[str, Curve],
+    y: Axis,
+    *,
+    note: str = "",
+    most: int = 1200,
+    dotted: Collection[str] = (),
 ) -> Chart | None:
-    """Curves over rows trained; None without any point."""
+    """Curves over rows trained, at most `most` points each; None without any point.
+
+    Curves in `dotted` let those show that they may cover.
+    """
     curves = {name: curve for name, curve in curves.items() if curve.points()}
     if not curves:
         return None
     traces = []
     for number, (name, curve) in enumerate(curves.items()):
         steps, values = thin(curve, most)
-        mode = "lines+markers" if len(steps) <= 40 else "lines"
-        traces.append({"type": "scatter", "mode": mode, "name": name, "x": steps, "y": values, "meta": {"c": number}})
+        mode = "lines+markers" if len(set(steps)) <= 40 else "lines"  # many points of one row are no line to be seen
+        trace = {"type": "scatter", "mode": mode, "name": name, "x": steps, "y": values, "meta": {"c": number}}
+        traces.append(trace | ({"line": {"dash": "dot"}} if name in dotted else {}))
     header, rows = _table(curves)
     return Chart(
         key=key,

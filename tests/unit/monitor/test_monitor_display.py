@@ -11,7 +11,7 @@ from rich.console import Console
 
 from draftline.monitor.console import StatusDisplay, is_live, make_console, progress
 from draftline.monitor.metrics import RunMetrics, TrainingStats
-from draftline.monitor.render import duration, gpu_lines, printable, size, status_line, status_lines
+from draftline.monitor.render import duration, gpu_lines, printable, size, status_line, status_lines, worker_lines
 from draftline.monitor.status import GpuGauge, LedgerCounts, QueueGauge, StatusSnapshot, Wait
 from draftline.monitor.verdict import rate
 
@@ -106,6 +106,15 @@ def test_a_display_in_place_shows_each_worker_and_a_log_stays_one_line(snapshot:
     verdict, worker = (next(i for i, line in enumerate(lines) if line.startswith(w)) for w in ("targets ", "target-0"))
     assert verdict < worker  # a low terminal cuts the end
     assert "target-0" not in status_line(snapshot)
+
+
+def test_workers_stand_in_one_table_or_each_in_lines_of_its_own_never_mixed(snapshot: StatusSnapshot) -> None:
+    target, drafter = snapshot.workers
+    busy = drafter.model_copy(update={"shares": {"working": 0.69, "checkpointing": 0.15, "averaging": 0.05}})
+    table = worker_lines((target, busy), 120)
+    assert len(table) == 2 and table[0].index("idle") == table[1].index("idle")
+    lines = worker_lines((target, busy), len(table[1]) - 1)
+    assert [line[:10] for line in lines if line[0] != " "] == ["target-0: ", "drafter-0:"] and len(lines) >= 4
 
 
 def test_what_a_terminal_would_obey_is_shown_as_a_sign() -> None:

@@ -72,8 +72,8 @@ def test_gauges_are_shown_and_tracked_and_unknown_ones_are_question_marks(nvml: 
     snapshot = metrics.snapshot()
     assert "gpu 97% ?" in status_line(snapshot)
     assert gpu_lines(snapshot.gpus) == [
-        "cuda:0      97% busy, 61.0 GiB of 80.0 GiB used",
-        "cuda:1      ?% busy, 61.0 GiB of 80.0 GiB used",
+        "cuda:0      97% busy, 61.0 of 80.0 GiB",
+        "cuda:1      ?% busy, 61.0 of 80.0 GiB",
     ]
     assert gpu_lines([GpuGauge(device="cuda:0")]) == ["cuda:0      ?% busy, memory unknown"]
     numbers = {name: value for name, value in tracked_numbers(snapshot).items() if name.startswith("gpu/")}

@@ -98,6 +98,8 @@ def test_a_killed_run_is_told_with_its_time(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status.state == "killed"
     assert status.detail.startswith("killed at about 20")
+    picture = render_status(status, 120)
+    assert "left ?" not in picture and "before that: starting" in picture
 
 
 def rewrite(tmp_path: Path, change: Callable[[dict], None]) -> None:

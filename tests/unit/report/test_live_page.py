@@ -90,8 +90,8 @@ def test_queue_waiting_and_gpus_are_drawn_with_their_units(tmp_path: Path) -> No
     assert {key: (trace["name"], trace["y"], unit) for key, (trace, unit) in traces.items()} == {
         "queue-bytes": ("in the queue", [3.0], "MiB"),
         "waiting": ("drafter-0", [0.25], "share of time"),
-        "gpu-busy": ("cuda_0", [0.5], "share of time"),
-        "gpu-memory": ("cuda_0", [3.0], "GiB"),
+        "gpu-busy": ("cuda:0", [0.5], "share of time"),
+        "gpu-memory": ("cuda:0", [3.0], "GiB"),
     }
 
 
@@ -169,7 +169,8 @@ def test_a_token_is_asked_for_exactly_when_others_can_reach_it(
     said: list[str] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: said.append(sockets[0].getsockname()[0]))
     serve(run, host=host, port=0, say=said.append)
-    assert said[0].startswith(f"http://{host}:") and said[1] == host
+    opened = socket.gethostname() if host == "0.0.0.0" else host  # an address that others can open
+    assert said[0].startswith(f"http://{opened}:") and said[1] == host
     assert ("?token=" in said[0]) == has_token
 
 
