@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from browser_kit import BODY, LOOKS
+from draftline.report.charts import Axis, line_chart
 from draftline.report.command import write_report
+from draftline.report.curves import Curve
+from draftline.report.page import render_page
 from made_run import make_run
 
 # Titles of axes that a chart draws, all charts that have come into view.
@@ -37,10 +40,12 @@ def opened(browser: Any, report: Path, scheme: str, width: int) -> tuple[Any, li
 
 def scroll_through(page: Any) -> None:
     """Down to the end, a screen at a time, as a reader does: what is drawn on sight is drawn."""
-    height, screen = page.evaluate("[document.documentElement.scrollHeight, innerHeight]")
-    for top in range(0, height, screen):
+    top, height = 0, 1
+    while top < height:  # drawing may make the page longer
         page.evaluate(f"scrollTo({{top: {top}, behavior: 'instant'}})")
         page.wait_for_timeout(30)
+        height, screen = page.evaluate("[document.documentElement.scrollHeight, innerHeight]")
+        top += screen
 
 
 @pytest.mark.parametrize(("scheme", "width"), LOOKS)
@@ -66,6 +71,20 @@ def test_the_page_is_light_enough_to_scroll(browser: Any, report: Path) -> None:
     page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
     # Browsers stay smooth up to tens of thousands of elements; a chart of every row would have 100,000 a curve.
     assert page.evaluate("document.querySelectorAll('*').length") < 30_000
+    page.close()
+
+
+def test_many_curves_leave_room_to_be_seen_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    curve = Curve()
+    for step in range(3):
+        curve.add(step, float(step))
+    chart = line_chart("many", "Many", {f"validation walk tree@{2**n}": curve for n in range(9)}, Axis("tokens"))
+    assert chart is not None
+    file = tmp_path / "many.html"
+    file.write_text(render_page("many", [chart]), encoding="utf-8")
+    page, _ = opened(browser, file, "light", 390)
+    page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
+    assert page.evaluate("document.querySelector('.chart')._fullLayout._size.h") >= 200  # pixels of the plot itself
     page.close()
 
 

@@ -34,7 +34,8 @@ def curve_charts(metrics: Metrics) -> Iterator[Chart | None]:
         "Loss",
         losses(metrics),
         Axis("loss"),
-        note="Smoothed over recent rows as in the status line; terms stand without their weights.",
+        note="Smoothed over recent rows as in the status line; terms are dotted and stand without their weights.",
+        dotted=[name.replace("_", " ") for name in TERMS],
     )
     yield line_chart(
         "acceptance",
@@ -83,7 +84,7 @@ def _speed_axis(curves: dict[str, Curve]) -> Axis:
     """Logarithmic where the curves would lie too far apart to be read together."""
     values = [value for curve in curves.values() for _, value in curve.points() if value > 0]
     far = bool(values) and max(values) > _LOG_FROM * min(values)
-    return Axis("tokens per second", {"type": "log"} if far else {"rangemode": "tozero"})
+    return Axis("tokens per second", {"type": "log", "dtick": 1} if far else {"rangemode": "tozero"})
 
 
 def recall_charts(metrics: Metrics) -> Iterator[Chart | None]:
@@ -174,7 +175,9 @@ def budget_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Chart |
                 words = f"{evaluation.name}: {result['drafter']}, decoded"
                 series.setdefault(words, []).append((float(budget), float(result["acceptance_length"])))
     series = {name: sorted(points) for name, points in series.items()}
-    axes = Axis("drafts in a tree", {"type": "log"}), _LENGTH
+    budgets = sorted({budget for points in series.values() for budget, _ in points})
+    ticks = {"tickvals": budgets, "ticktext": [f"{budget:g}" for budget in budgets]}
+    axes = Axis("drafts in a tree", {"type": "log", **ticks}), _LENGTH
     return xy_chart("budget", "Acceptance length by budget", series, axes)
 
 

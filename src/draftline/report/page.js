@@ -12,6 +12,15 @@
 
   function theme() { return chosen || (dark.matches ? "dark" : "light"); }
 
+  // Rows that the legend takes above the curves: its entries are as wide as the longest.
+  function legendRows(chart) {
+    const names = chart.traces.filter(function (t) { return t.showlegend !== false; }).map(function (t) { return t.name.length; });
+    const columns = Math.floor((Math.min(window.innerWidth, 1088) - 60) / (7 * Math.max(0, ...names) + 45));
+    return Math.ceil(names.length / Math.max(1, columns));
+  }
+
+  function heightOf(chart) { return chart.height + 20 * Math.max(0, legendRows(chart) - 2); }
+
   function layoutOf(chart) {
     const style = getComputedStyle(root);
     const ink = style.getPropertyValue("--ink").trim(), line = style.getPropertyValue("--line").trim();
@@ -30,7 +39,7 @@
       hoverlabel: { bgcolor: style.getPropertyValue("--panel").trim(), font: { color: ink } },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
       margin: { l: narrow ? 42 : 60, r: 12, t: 10, b: 44 },
-      height: chart.height, autosize: true, dragmode: narrow ? false : "zoom",
+      height: heightOf(chart), autosize: true, dragmode: narrow ? false : "zoom",
     });
   }
 
@@ -77,7 +86,11 @@
       draw(charts.find(function (chart) { return "chart-" + chart.key === entry.target.id; }), 0);
     }
   }, { rootMargin: "800px" });
-  for (const chart of charts) near.observe(document.getElementById("chart-" + chart.key));
+  for (const chart of charts) {
+    const place = document.getElementById("chart-" + chart.key);
+    place.style.minHeight = heightOf(chart) + "px"; // so that nothing moves when it is drawn
+    near.observe(place);
+  }
   // On paper: light, as wide as a page, with the figures of each chart unfolded.
   let before = null;
   window.addEventListener("beforeprint", function () {

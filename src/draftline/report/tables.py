@@ -11,6 +11,7 @@ from draftline.monitor.render import duration, size
 from draftline.monitor.verdict import rate
 from draftline.report.charts import figure
 from draftline.report.source import Evaluation, RunSource
+from draftline.report.timeline import Timeline
 
 _MOST_NOTES = 200
 
@@ -38,10 +39,23 @@ def glance(run: RunSource) -> Table:
         "acceptance length of validation blocks": figure(validation),
         "acceptance length by decoding": _decoded(run.evaluations) or "not measured: give reports by --evaluation",
         "tokens trained, last session": f"{snapshot.tokens_trained:,}, at the end {rate(snapshot.tokens_per_s)}",
+        "waiting, share of each side's time": _waiting(run.timeline) or "-",
         "limited by, at the end": snapshot.verdict.sentence,
         "target": run.config.target.model,
     }
     return Table("At a glance", (), tuple(facts.items()))
+
+
+def _waiting(timeline: Timeline) -> str:
+    """`targets 8 %, drafters 16 %`: the side that waits less is the one that limits."""
+    shares = []
+    for role in ("target", "drafter"):
+        totals = [timeline.totals(worker) for worker in timeline.seconds if worker.rpartition("-")[0] == role]
+        whole = sum(sum(labels.values()) for labels in totals)
+        waited = sum(s for labels in totals for label, s in labels.items() if label.startswith("waiting"))
+        if whole:
+            shares.append(f"{role}s {waited / whole:.0%}".replace("%", " %"))
+    return ", ".join(shares)
 
 
 def _decoded(evaluations: Sequence[Evaluation]) -> str:
@@ -57,15 +71,17 @@ def _decoded(evaluations: Sequence[Evaluation]) -> str:
 def evaluation_tables(evaluations: Sequence[Evaluation]) -> Iterator[Table]:
     """One table an evaluation: every method on every prompt set, and its comparisons."""
     for evaluation in evaluations:
-        rows = tuple(_method_row(result) for result in evaluation.results)
-        header: tuple[str, ...] = ("prompts", "method", "drafter", "n", "tau", "95 % interval")
-        header += ("tokens/s", "speed-up", "as the target")
+        sets = {str(result["prompt_set"]) for result in evaluation.results} - {"all"}
+        shown = (r for r in evaluation.results if len(sets) != 1 or r["prompt_set"] != "all")  # one set is all there is
+        rows = tuple(_method_row(result) for result in shown)
+        header: tuple[str, ...] = ("prompt set", "method", "drafter", "prompts", "tau", "95 % interval")
+        header += ("tokens/s", "speed-up", "outputs as the target's")
         warnings = evaluation.content.get("warnings") or []
         note = " ".join([str(evaluation.content.get("definition", "")) + ".", *map(str, warnings)])
         yield Table(f"Evaluation: {evaluation.name}", header, rows, note)
         groups = tuple(_group_rows(evaluation))
         if groups:
-            header = ("prompts", "drafter", "method", "n", "tau", "95 % interval")
+            header = ("group", "drafter", "method", "prompts", "tau", "95 % interval")
             yield Table(f"Groups of prompts: {evaluation.name}", header, groups)
         compared = tuple(
             tuple(str(c.get(key, "-")) for key in ("method", "a", "b", "n_prompts", "verdict"))

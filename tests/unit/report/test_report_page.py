@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from draftline.report.command import write_report
+from draftline.report.source import read_run
+from draftline.report.tables import evaluation_tables
 from made_run import evaluation, make_run
 
 MOST_BYTES = 8 * 10**6
@@ -103,6 +105,28 @@ def test_acceptance_by_budget_holds_validation_and_decoding(page):
         "validation, at anchors": ([16.0, 64.0], [1.9, 2.2]),
         "evaluation: new, decoded": ([64.0], [2.25]),
     }
+    assert chart["layout"]["xaxis"]["ticktext"] == ["16", "64"]  # the budgets themselves, not the powers of ten
+
+
+def test_terms_are_dotted_so_that_a_loss_below_its_only_term_is_seen(page):
+    chart = next(c for c in page.charts if c["key"] == "loss")
+    dotted = {trace["name"] for trace in chart["traces"] if trace.get("line", {}).get("dash") == "dot"}
+    assert dotted and dotted == {trace["name"] for trace in chart["traces"]} - {"loss", "validation"}
+
+
+def test_at_a_glance_it_tells_which_side_waited(page):
+    at = page.words.index("waiting, share of each side's time")
+    assert page.words[at + 1] == "targets 0 %, drafters 25 %"
+
+
+def test_the_only_prompt_set_is_not_shown_a_second_time_as_all_of_them(tmp_path):
+    run = make_run(tmp_path / "run")
+    evaluation(run / "evaluation.json")
+    report = json.loads((run / "evaluation.json").read_text())
+    report["results"] = [{**result, "prompt_set": name} for result in report["results"] for name in ("maths", "all")]
+    (run / "evaluation.json").write_text(json.dumps(report))
+    rows = evaluation_tables(read_run(run, []).evaluations)
+    assert {row[0] for row in next(rows).rows} == {"maths"}
 
 
 def test_acceptance_by_position_and_by_category_is_that_of_decoding(page):
