@@ -16,6 +16,7 @@ from draftline import __version__, cli_cluster, cli_data, cli_eval, cli_export, 
 from draftline.errors import DraftlineError, UserError
 from draftline.help_pages import page_of
 
+INTERRUPTED = 130
 # What a path or a disk of the user's can be wrong with, wherever it is met first.
 _USERS_PATHS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT}
@@ -211,7 +212,8 @@ def _exit(code: int) -> None:
 def main() -> None:
     """Entry point: errors meant for the user are one line on stderr and an exit code, nothing else."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log shows each line when it is printed, not pages later
+        # A log shows each line when it is printed, not pages later; what a stream cannot show becomes `?`.
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         app()
     except DraftlineError as error:
@@ -226,4 +228,8 @@ def main() -> None:
         _exit(2)
     except KeyboardInterrupt:
         typer.echo("draftline: interrupted", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # so typer ends at Ctrl-C, without a word
+            typer.echo("draftline: interrupted", err=True)
+        raise

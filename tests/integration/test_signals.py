@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from draftline import cli
 from draftline.errors import RunStoppedError
 from draftline.pipeline import coordinator as coordinator_module
 from draftline.pipeline.checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
@@ -159,3 +160,15 @@ def test_a_signal_that_a_library_swallowed_stops_the_training_that_begins_after_
         with signals.stopping_by(stop):
             assert told.wait(30)
     assert reasons == ["signal SIGTERM"]
+
+
+def test_ctrl_c_in_any_command_ends_with_130_and_a_word(monkeypatch, capsys) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftline.config.load.load_config", interrupted)
+    monkeypatch.setattr("sys.argv", ["draftline", "train", "-c", "run.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "draftline: interrupted\n"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import typer
-from documented_commands import GPU_MARK, PAGES, ROOT, Command, blocks, commands_in_blocks, commands_in_sentences
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from documented_commands import GPU_MARK, PAGES, ROOT, Command, blocks, commands_in_blocks, commands_in_sentences
 from draftline.cli import app
 
 BLOCKS, SENTENCES = commands_in_blocks(), commands_in_sentences()

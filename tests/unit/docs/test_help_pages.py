@@ -54,3 +54,45 @@ def test_an_error_from_elsewhere_names_no_page():
     with pytest.raises(UserError) as raised:
         raise UserError("mine")
     assert page_of(raised.value) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "message", "page", "explained"),
+    [
+        ("data/manifest.py", "the data was prepared with tokenizer", "data", "tokenizer knows more tokens"),
+        ("decode/buffers.py", "the target mixes sliding windows", "evaluation", "windows of several sizes"),
+        ("decode/chain.py", "the drafter is for another target", "evaluation", "the one that the drafter was made for"),
+        ("drafter/compile_cache.py", "compiled again after the warm-up", "pipeline", "A compilation after it"),
+        ("drafter/spec.py", "is outside the target's vocabulary", "howto-model", "is outside the vocabulary"),
+        ("drafter/warm_start.py", "of the target has no", "howto-model", "has no such part"),
+        ("evaluate/command.py", "two prompt sets are called", "evaluation", "two files of one name are refused"),
+        ("export/quantize.py", "is quantised", "checkpoints-and-export", "## Weights in 8 bits"),
+        (
+            "export/speculators_config.py",
+            "the target's name is not known",
+            "checkpoints-and-export",
+            "`--target` is the",
+        ),
+        (
+            "export/zlab_config.py",
+            "has sliding_attention, but",
+            "checkpoints-and-export",
+            "sliding layers but no window",
+        ),
+        ("pipeline/choice.py", "holds no checkpoint", "checkpoints-and-export", "## Training checkpoints"),
+        ("pipeline/core/ledger.py", "the ledger cannot be read", "howto-resume", "the ledger cannot be read"),
+        ("pipeline/long_rows.py", "the target's context is", "howto-data", "longer than the target's context"),
+        ("pipeline/run_folder.py", "a resumed run must be", "howto-resume", "a resumed run must be the same run"),
+        ("pipeline/run_folder.py", "is far too large", "howto-resume", "is far too large"),
+        ("pipeline/runplan.py", "the data set yields zero rows", "howto-data", "the data set yields zero rows"),
+        ("pipeline/runplan.py", "is a token that text uses", "howto-data", "is a token that text uses"),
+        ("report/perfetto.py", "holds no span yet", "monitoring", "## Traces"),
+        ("target/backend.py", "caps its attention scores", "howto-model", "caps its attention scores"),
+        ("target/remote/clients.py", "no file holds these", "states", "Files are found by their token ids"),
+        ("target/weights.py", "weight files are missing", "howto-model", "weight files are missing"),
+    ],
+)
+def test_the_page_that_an_error_names_explains_it(module: str, message: str, page: str, explained: str):
+    assert message in (PACKAGE / module).read_text(encoding="utf-8")
+    assert page_of_module(Path(module)) == page
+    assert explained in " ".join((DOCS / f"{page}.md").read_text(encoding="utf-8").split())
