@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, cast, get_args
 
-from draftline.monitor.clock import WorkerClock
+from draftline.monitor.clock import RECENT_DONE, RecentCounts, WorkerClock
 from draftline.monitor.events import EventLog
 from draftline.monitor.status import (
     Capacities,
@@ -122,7 +121,7 @@ class RunMetrics:
         self._gpus: Callable[[], tuple[GpuGauge, ...]] | None = None
         self._loss, self._acceptance = _Ratio(), _Ratio()
         self._terms: dict[str, _Ratio] = {}
-        self._supervised: deque[tuple[float, int]] = deque(maxlen=4096)
+        self._supervised = RecentCounts(RECENT_DONE)
         self._learning_rate: float | None = None
         self._grad_norm: float | None = None
         self._validation_loss: float | None = None
@@ -157,7 +156,7 @@ class RunMetrics:
         """Fold in the sums of finished rows. Non-finite sums are counted and left out."""
         keep = 0.5 ** (stats.rows / LOSS_HALF_LIFE_ROWS)
         with self._lock:
-            self._supervised.append((self._clock(), stats.supervised_tokens))
+            self._supervised.add(self._clock(), stats.supervised_tokens)
             self._learning_rate = self._learning_rate if stats.learning_rate is None else stats.learning_rate
             self._grad_norm = self._grad_norm if stats.grad_norm is None else stats.grad_norm
             if not (math.isfinite(stats.numerator) and math.isfinite(stats.denominator)):
@@ -220,9 +219,14 @@ class RunMetrics:
                 "validation_walk": dict(self._validation.walk),
                 "learning_rate": self._learning_rate,
                 "grad_norm": self._grad_norm,
-                "supervised_tokens_per_s": _rate_of(list(self._supervised), now, self._window_s, self._start_s),
+                "supervised_tokens_per_s": self._supervised_rate(now),
                 "nonfinite_updates": self._nonfinite,
             }
+
+    def _supervised_rate(self, now: float) -> float | None:
+        begin = max(self._start_s, now - self._window_s)
+        total, _ = self._supervised.since(begin)
+        return total / (now - begin) if total and now > begin else None
 
     def _rates(self, clocks: list[WorkerClock], now: float) -> tuple[float | None, float | None]:
         """Rows and tokens trained per second of wall clock, of the window, or of the session while rows are few."""
@@ -240,12 +244,6 @@ class RunMetrics:
         if not rows or now <= begin:
             return None, None
         return rows / (now - begin), tokens / (now - begin)
-
-
-def _rate_of(points: list[tuple[float, int]], now: float, window_s: float, start_s: float) -> float | None:
-    begin = max(start_s, now - window_s)
-    total = sum(n for t, n in points if t > begin)
-    return total / (now - begin) if total and now > begin else None
 
 
 def _capacities(workers: tuple[WorkerStatus, ...]) -> Capacities:

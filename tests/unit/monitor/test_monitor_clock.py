@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from monitor_fakes import FakeClock, spend, work
 
+from draftline.monitor.clock import RECENT_PIECES, RecentCounts
 from draftline.monitor.metrics import RunMetrics
 from draftline.monitor.status import Wait
 
@@ -80,3 +83,39 @@ def test_a_restarted_worker_is_alive_again(clock: FakeClock) -> None:
     assert metrics.snapshot().workers[0].state == "failed"
     metrics.worker("target-0")
     assert metrics.snapshot().workers[0].state == "running"
+
+
+def test_shares_that_are_kept_up_are_those_that_are_counted_anew(clock: FakeClock) -> None:
+    """Looked at again and again, while pieces of every length enter and leave the window."""
+    draw = random.Random(5)
+    worker = RunMetrics(clock=clock).worker("drafter-0")
+    pieces: list[tuple[float, float, str]] = []
+    for _ in range(400):
+        activity, seconds = draw.choice(["working", "waiting", "averaging"]), draw.choice([0.0, 0.1, 3.0, 70.0])
+        pieces.append((clock(), clock() + seconds, activity))
+        spend(clock, worker, activity, seconds, Wait.ROW)
+        clock.move(draw.choice([0.0, 0.5]))
+        begin = max(100.0, clock() - 60)
+        counted: dict[str, float] = {}
+        for t0, t1, name in pieces:
+            counted[name] = counted.get(name, 0.0) + max(0.0, t1 - max(t0, begin)) / max(clock() - begin, 1e-9)
+        shares = worker.status(clock(), 60).shares
+        assert shares == pytest.approx({name: s for name, s in counted.items() if s > 1e-9}, abs=1e-9)
+
+
+def test_more_changes_than_are_kept_shorten_the_window_and_leave_the_shares_right(clock: FakeClock) -> None:
+    worker = RunMetrics(clock=clock).worker("drafter-0")
+    for _ in range(RECENT_PIECES):
+        worker.past("waiting", Wait.ROW, clock(), clock() + 0.0005, {})
+        worker.past("working", "", clock() + 0.0005, clock() + 0.002, {})
+        clock.move(0.002)
+    status = worker.status(clock(), 60)
+    assert status.shares == pytest.approx({"waiting": 0.25, "working": 0.75})
+    assert len(worker._pieces) == RECENT_PIECES
+
+
+def test_recent_counts_forget_what_is_older_and_what_is_too_much() -> None:
+    counts = RecentCounts(3)
+    for t in range(5):
+        counts.add(float(t), 1, 10 * t)
+    assert counts.since(-1.0) == (3, 90) and counts.since(3.0) == (1, 40) and counts.since(9.0) == (0, 0)
