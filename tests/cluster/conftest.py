@@ -22,10 +22,11 @@ from tiny_run_kit import tiny_config, write_dataset
 # Where no network namespaces may be made, hosts are raylets of one address only.
 collect_ignore = [] if possible() else ["test_cluster_hosts.py"]
 # A node that falls silent counts as dead after three missed seconds; Ray's own defaults need half a minute.
-QUICK_DEATH = {
+RAYLETS = {
     "health_check_initial_delay_ms": 3000,
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,  # each costs seconds of a core, and few are needed
 }
 
 
@@ -60,7 +61,7 @@ def samples_of_threads(
 def cluster() -> Iterator[Cluster]:
     """A head node without room for workers, and three nodes with room for two each."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    head = {"num_cpus": 0, "object_store_memory": MEMORY, "_system_config": QUICK_DEATH, "include_dashboard": False}
+    head = {"num_cpus": 0, "object_store_memory": MEMORY, "_system_config": RAYLETS, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=head)
     for name in ("first", "second", "third"):
         made.add_node(num_cpus=2, object_store_memory=MEMORY, resources={name: 8})

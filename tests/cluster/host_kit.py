@@ -42,7 +42,8 @@ class Hosts:
         self.n = n
         self.tag = f"dl{secrets.token_hex(3)}"  # the system takes a while to forget the names of hosts that are gone
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-        self.environment = {**os.environ, **token, "RAY_USAGE_STATS_ENABLED": "0"}
+        lean = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+        self.environment = {**os.environ, **token, **lean}
 
     def __enter__(self) -> Hosts:
         try:
@@ -94,8 +95,14 @@ class Hosts:
 
     def start_ray(self, number: int, *options: str) -> None:
         where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if number == 0 else [f"--address={self.head}"]
-        words = ["start", *where, f"--node-ip-address={self.address(number)}", "--disable-usage-stats", *options]
-        command = self.command(number, str(RAY), *words)
+        words = [
+            "start",
+            *where,
+            f"--node-ip-address={self.address(number)}",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+        ]
+        command = self.command(number, str(RAY), *words, *options)
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -14,11 +16,14 @@ from held import HeldTarget, hold_of
 
 from draftline.cluster import crew
 from draftline.cluster.control import scale
-from draftline.cluster.crew import Crew, RefusedError
+from draftline.cluster.crew import Crew, Member, RefusedError
+from draftline.cluster.demand import Seat
+from draftline.cluster.driver import ClusterRun
 from draftline.cluster.messages import Card
 from draftline.cluster.train import cluster_plan, train_on_cluster
 from draftline.errors import RunFailedError, UserError
 from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
+from draftline.pipeline.core import drafter_worker, target_worker
 from draftline.pipeline.runplan import make_run_plan
 
 pytestmark = pytest.mark.timeout(600)
@@ -118,24 +123,55 @@ def _kill_when_there(name):
     kill_one(name)
 
 
-class Member:
-    """As much of a member as a card is compared for."""
-
-    def __init__(self, name):
-        self.seat = type("Seat", (), {"name": name})
-        self.worker = type("Worker", (), {"role": name.partition("-")[0]})
-        self.card = None
+def member(name, number=0):
+    role = name.partition("-")[0]
+    worker = target_worker(number) if role == "target" else drafter_worker(number)
+    return Member(worker, Seat(name, "cpu", {}), 0, None, card=Card("node", "10.0.0.1"))
 
 
 def test_a_worker_that_comes_later_runs_the_same_code_on_the_same_weights(cluster):
     asked = Crew(None, None, [])
     versions = asked._head.versions
-    asked.welcome(ray.put(Card("a", "10.0.0.1", "weights", versions=versions)), Member("target-0"))
-    asked.welcome(ray.put(Card("a", "10.0.0.1", "borrowed", versions=versions)), Member("drafter-0"))
+    asked.welcome(ray.put(Card("a", "10.0.0.1", "weights", versions=versions)), member("target-0"))
+    asked.welcome(ray.put(Card("a", "10.0.0.1", "borrowed", versions=versions)), member("drafter-0"))
     other = Card("b", "10.0.0.2", "weights", versions={**versions, "torch": "0.1"})
     with pytest.raises(UserError, match=r"host 10.0.0.2: torch is 0.1 there and "):
-        asked.welcome(ray.put(other), Member("target-1"))
+        asked.welcome(ray.put(other), member("target-1"))
     with pytest.raises(
         UserError, match=r"host 10.0.0.2: the target's weights are others there and weights on 10.0.0.1"
     ):
-        asked.welcome(ray.put(Card("b", "10.0.0.2", "others", versions=versions)), Member("target-1"))
+        asked.welcome(ray.put(Card("b", "10.0.0.2", "others", versions=versions)), member("target-1"))
+
+
+class CrewOfOne:
+    """A crew whose next worker cannot start."""
+
+    def __init__(self, error):
+        self.error, self.hired = error, []
+
+    def of(self, role, state=None):
+        return [member("drafter-0")] if role == "drafter" else []
+
+    def welcome(self, ref, newcomer):
+        raise self.error
+
+    def end(self, newcomer):
+        newcomer.state = "over"
+
+    def hire(self, seat, bundle, replaces=None):
+        self.hired.append(seat.name)
+        ready = SimpleNamespace(remote=lambda: seat.name)
+        return SimpleNamespace(actor=SimpleNamespace(ready=ready))
+
+
+@pytest.mark.parametrize(
+    ("error", "hired"),
+    [(UserError("torch is 0.1 there"), []), (RefusedError("it died", RefusedError.DIED), ["target-0"])],
+)
+def test_a_host_that_is_wrong_is_not_tried_again_and_a_worker_that_died_by_chance_is(make_run, error, hired):
+    crew_of_one, said = CrewOfOne(error), []
+    reporter = SimpleNamespace(ended=lambda name, why: None, say=said.append)
+    goes_on: Any = ClusterRun(make_run_plan(make_run()), crew_of_one, None, reporter, None, [])
+    goes_on._on_ready(member("target-0", 3), None)
+    assert crew_of_one.hired == hired
+    assert said[0].endswith("another is started" if hired else "no more")

@@ -31,7 +31,9 @@ State = Literal["loading", "working", "over"]
 
 
 class RefusedError(UserError):
-    """A worker could not start; the line and the exit code are those that it found itself."""
+    """A worker could not start; the line and the exit code are those that it found itself, or DIED."""
+
+    DIED = 1
 
     def __init__(self, line: str, exit_code: int) -> None:
         super().__init__(line)
@@ -164,7 +166,7 @@ def first_answer(ref: Any, member: Member) -> Any:
     try:
         return ray.get(ref)
     except exceptions.RayError as error:
-        raise RefusedError(f"{member.seat.name} could not start: {last_line(error)}", 1) from error
+        raise RefusedError(f"{member.seat.name} could not start: {last_line(error)}", RefusedError.DIED) from error
 
 
 def last_line(error: BaseException) -> str:

@@ -213,14 +213,18 @@ class ClusterRun:
             if member.bundle is not None:
                 self._free_bundles.append(member.bundle)
 
-    def _lost(self, member: Member, why: str) -> None:
-        """A worker is gone: its rows go back, and another is started in its place while there is work to do."""
+    def _lost(self, member: Member, why: str, *, again: bool = True) -> None:
+        """A worker is gone: its rows go back, and another is started in its place while there is work to do.
+
+        Args:
+            again: whether another one there may fare better.
+        """
         if member.state == "over":
             return
         was_working = member.state == "working"
         self._crew.end(member)  # its process may live on, in the place that the next one needs
         self._reporter.ended(member.seat.name, RunFailedError(why, origin=member.seat.name))
-        replaced = self._ended is None and self._restarts_left > 0 and not self._is_last_drafter(member)
+        replaced = again and self._ended is None and self._restarts_left > 0 and not self._is_last_drafter(member)
         if was_working:
             returns = replaced and member.worker.role == "target"
             self._tell("lost", member.worker, returns)
@@ -243,8 +247,8 @@ class ClusterRun:
     def _on_ready(self, member: Member, ref: Any) -> None:
         try:
             self._crew.welcome(ref, member)
-        except UserError as error:
-            self._lost(member, str(error))
+        except UserError as error:  # what is wrong with a host stays so; a process may have died by chance
+            self._lost(member, str(error), again=error.exit_code == RefusedError.DIED)
             return
         if self._ended is not None:
             return

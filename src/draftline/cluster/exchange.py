@@ -79,7 +79,7 @@ class ClusterExchange(RowExchange[RowRef]):
         self._free_slots = list(range(self.n_slots))
         self._slots: dict[int, int] = {}
         self._left_alone: deque[int] = deque()
-        self._captured_by: dict[int, int] = {}  # admitted row -> the target whose buffers it lies in
+        self._captured_by: dict[int, int] = {}  # row -> the target whose buffers it lies in; some are long trained
         self._leaving: set[int] = set()
         self._at_door: dict[int, int] = {}
         self._reduction: _Reduction | None = None
@@ -123,6 +123,9 @@ class ClusterExchange(RowExchange[RowRef]):
         check_ref(payload, planned, self._contract, charged)
         with self._lock:
             self._captured_by[row_id] = target
+            if len(self._captured_by) > 2 * self.n_slots:
+                charged = self._core.admission.charged
+                self._captured_by = {r: t for r, t in self._captured_by.items() if r in charged}
         super().put(target, row_id, payload)
 
     def await_idle(self, target: int) -> None:
@@ -130,7 +133,9 @@ class ClusterExchange(RowExchange[RowRef]):
         with self._lock:
 
             def ask() -> Signal:
-                return WAIT if target in self._captured_by.values() else DONE
+                charged = self._core.admission.charged
+                is_needed = any(t == target and r in charged for r, t in self._captured_by.items())
+                return WAIT if is_needed else DONE
 
             self._wait(target_worker(target), "its rows to be trained", ask)
 
@@ -385,8 +390,6 @@ class ClusterExchange(RowExchange[RowRef]):
 
     def _progress(self) -> None:
         charged = self._core.admission.charged
-        for row_id in [r for r in self._captured_by if r not in charged]:
-            del self._captured_by[row_id]
         if len(self._slots) > len(charged) or not self._slots.keys() <= charged.keys():
             for row_id in [r for r in self._slots if r not in charged]:
                 heapq.heappush(self._free_slots, self._slots.pop(row_id))
