@@ -45,7 +45,7 @@ def bar(values: Sequence[float]) -> str:
 
 def _points(file: Path, most: int) -> list[tuple[float, float, float]]:
     """The newest (wall seconds, rows, bytes), oldest first."""
-    points = []
+    points: list[tuple[float, float, float]] = []
     for line in reversed(_tail(file)):
         try:
             record = json.loads(line)
