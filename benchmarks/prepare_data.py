@@ -5,13 +5,15 @@
 Conversations are made up (seeded), written as JSON lines, and prepared by both in turn, each in a process tree of its
 own whose memory is watched (resident bytes, summed over the tree, so shared pages count more than once). The peer is
 tuned: batched, rendered and tokenized in batches, masks from the edges of the turns by the tokenizer's own lookup, no
-field that is not needed. Both cut behind the last label. Token and label counts of both must be equal. On a machine
-that does other work too, compare `times_less_cpu`, the processor seconds of both trees, start-up included.
+field that is not needed. Both cut behind the last label. What both wrote is compared at the end: every id and every
+flag of the masks, in order. The disk is synced before each; it must hold five times `--megabytes`. On a machine that
+does other work too, compare `times_less_cpu`, the processor seconds of both trees, start-up included.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -22,12 +24,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from draftline.data.prompts import builtin_prompts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MAX_TOKENS = 4096
 SYSTEM = ("You are a helpful assistant.", "Answer briefly and to the point.", "You write code and explain it.")
@@ -84,10 +91,10 @@ def _sentences(source: random.Random) -> list[str]:
     english = sorted(set(re.findall(r"[A-Za-z]+", builtin_prompts().read_text(encoding="utf-8"))))
     source.shuffle(english)
     words = english + ["".join(source.choices(SYLLABLES, k=source.randint(2, 4))) for _ in range(30_000)]
-    weights = [1 / (rank + 2) for rank in range(len(words))]
+    weights = list(accumulate(1 / (rank + 2) for rank in range(len(words))))  # summed once, not for each sentence
     sentences = []
     for _ in range(20_000):
-        chosen = source.choices(words, weights, k=source.randint(5, 22))
+        chosen = source.choices(words, cum_weights=weights, k=source.randint(5, 22))
         sentences.append(" ".join(chosen).capitalize() + source.choice(".,.!?:."))
     return sentences + [f"{source.choice(sentences)} {item}" for item in EXTRAS for _ in range(100)]
 
@@ -112,7 +119,7 @@ def run_draftline(source: Path, output: Path, tokenizer: Path, processes: int) -
         "rows": manifest.n_samples,
         "tokens": manifest.n_tokens,
         "supervised": manifest.n_supervised,
-        "duplicates": report.rejected_by_reason.get("duplicate", 0),
+        "rejected": report.rejected,
     }
 
 
@@ -181,6 +188,7 @@ def measured(name: str, source: Path, output: Path, tokenizer: Path, processes: 
     """One contender in a process of its own; its figures and the peak memory of its tree."""
     command = [sys.executable, __file__, "--contender", name, str(source), str(output), str(tokenizer), str(processes)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.sync()  # nothing that was written before is left for this one's time
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     peak = _PeakMemory(child.pid)
@@ -190,6 +198,7 @@ def measured(name: str, source: Path, output: Path, tokenizer: Path, processes: 
     if child.returncode:
         raise SystemExit(f"{name} ended with exit code {child.returncode}")
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    print(f"{name}: {result['seconds']:.1f} s", file=sys.stderr, flush=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return result | {
         "tokens_per_s": result["tokens"] / result["seconds"],
@@ -215,13 +224,53 @@ class _PeakMemory(threading.Thread):
         self.join()
 
     def _now(self) -> int:
-        total = 0
         try:
-            for process in [self._root, *self._root.children(recursive=True)]:
-                total += process.memory_info().rss
+            tree = [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return 0
-        return total
+        return sum(map(_resident_bytes, tree))
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:  # it ended meanwhile; the others still count
+        return 0
+
+
+def written_digest(files: Iterable[Path]) -> str:
+    """Hash of the lengths, ids and masks of all samples in order, however they are cut into files and batches."""
+    from draftline.data.arrow import numbers
+
+    sizes, ids, masks = (hashlib.blake2b(digest_size=8) for _ in range(3))
+    for batch in (batch for file in files for batch in record_batches(file)):
+        tokens, flags = batch.column("input_ids"), batch.column("loss_mask")
+        if not tokens.value_lengths().equals(flags.value_lengths()):
+            raise SystemExit("a mask does not fit its tokens")
+        sizes.update(numbers(tokens.value_lengths()))
+        ids.update(numbers(tokens.flatten()))
+        masks.update(numbers(flags.flatten()))
+    return " ".join(digest.hexdigest() for digest in (sizes, ids, masks))
+
+
+def record_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Of one of our shards, or of a file of `datasets`, which writes the other of Arrow's two formats."""
+    import pyarrow as pa
+
+    mapped = pa.memory_map(str(file))
+    if not file.name.startswith("shard-"):
+        yield from pa.ipc.open_stream(mapped)
+        return
+    reader = pa.ipc.open_file(mapped)
+    yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def require_same_samples(folder: Path) -> None:
+    """Compare what both wrote."""
+    theirs = written_digest(sorted((folder / "datasets").glob("mapped*.arrow")))
+    ours = written_digest(sorted((folder / "draftline").glob("shard-*.arrow")))
+    if theirs != ours:
+        raise SystemExit(f"lengths, ids and masks: datasets {theirs}, draftline {ours}")
 
 
 def unpack_tokenizer(folder: Path) -> Path:
@@ -251,9 +300,10 @@ def main() -> None:
         figures = {
             run: measured(run, source, folder / run, tokenizer, options.processes) for run in ("datasets", "draftline")
         }
+        require_same_samples(folder)
     ours, peer = figures["draftline"], figures["datasets"]
     for field in ("rows", "tokens", "supervised"):
-        if ours[field] != peer[field] and not ours["duplicates"]:
+        if ours[field] != peer[field]:
             raise SystemExit(f"{field}: draftline {ours[field]}, datasets {peer[field]}")
     report = {
         "megabytes": options.megabytes,

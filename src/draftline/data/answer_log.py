@@ -80,7 +80,7 @@ class AnswerLog:
                 self.append([], [])
         finally:
             for path in (self.rejected_path, self.output):
-                if path.stat().st_size == 0:
+                if path.is_file() and path.stat().st_size == 0:
                     path.unlink()
             with disk_errors(self.output):
                 self._close()
@@ -134,7 +134,7 @@ class AnswerLog:
             rejects: (id, reason).
 
         Raises:
-            UserError: the disk is full.
+            UserError: the disk is full, or a file was removed meanwhile.
         """
         assert self._answers is not None and self._rejects is not None
         rejects, self._held = [*self._held, *rejects], []
@@ -149,6 +149,8 @@ class AnswerLog:
     def _write(self, file: BinaryIO, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
             return
+        if not os.fstat(file.fileno()).st_nlink:
+            raise UserError("was removed while it was written", where=str(file.name), mend="start again")
         with disk_errors(self.output):
             file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
             file.flush()

@@ -1,7 +1,8 @@
 """Reading conversations from JSON lines, Parquet, or a Hugging Face data set, one row at a time.
 
-A source is a path (`.jsonl`, `.json` with one object a line, `.parquet`) or `hf:NAME[@CONFIG][:SPLIT]`, where NAME is
-a hub name, a folder, or a data file that `datasets` can read; SPLIT is `train` unless given.
+A source is a path (`.jsonl`, `.json` with one object a line, also packed by gzip, or `.parquet`) or
+`hf:NAME[@CONFIG][:SPLIT]`, where NAME is a hub name, a folder, or a data file that `datasets` can read; SPLIT is
+`train` unless given.
 
 Ids: a row without one gets a hash of its content. An id seen before gets `#2`, `#3`, ... behind it, in reading order,
 so ids are unique over all sources and the same again on the next read.
@@ -14,10 +15,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from draftline.data.messages import BadRowError, Message, Row, Turns, canonical_json, parse_row
+from draftline.data.source_files import opened_lines, source_kind
 from draftline.errors import UserError
 
 MAX_LINE_BYTES = 64 << 20
@@ -41,6 +44,7 @@ class Conversation:
         turns: which assistant turns may be supervised; `regenerate` writes `last`, for only that one is the target's.
         category: the row's own label, kept through `prepare`.
         language: the row's own label, for evaluation by group.
+        rendered_on: the day that the chat template was told for that answer, where it asks for one.
     """
 
     id: str
@@ -54,6 +58,7 @@ class Conversation:
     turns: Turns = "all"
     category: str | None = None
     language: str | None = None
+    rendered_on: date | None = None
 
 
 @dataclass(slots=True)
@@ -170,6 +175,7 @@ def _conversation(row: Row, ids: IdRegistry, source: str, line: int) -> Conversa
         turns=row.turns,
         category=row.category,
         language=row.language,
+        rendered_on=row.rendered_on,
     )
 
 
@@ -189,34 +195,38 @@ def _decode(raw: Any) -> Any:
 
 
 def raw_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """Numbered rows of one source, not yet looked at: bytes of a JSON line, or an object."""
+    """Numbered rows of one source, not yet looked at: bytes of a JSON line, or an object.
+
+    Raises:
+        UserError: no such file or data set.
+    """
     if source.startswith(_HF_PREFIX):
         return _hub_rows(source)
     path = Path(source)
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no such file"
+        kind = "a folder" if path.is_dir() else "not a plain file" if path.exists() else "no such file"
         raise UserError(kind, where=source, mend="give a .jsonl or .parquet file, or hf:NAME[@CONFIG][:SPLIT]")
-    return _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
+    kind = source_kind(path)
+    return _parquet_rows(path) if kind == "parquet" else _json_lines(path, packed=kind == "gzip")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    while line and not line.endswith(b"\n"):
-                        line = file.readline(MAX_LINE_BYTES)
-                    yield number, BadRowError("line too long", f"the line is longer than {MAX_LINE_BYTES} bytes")
-                    continue
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if number == 1 and line.strip() == b"[":
-                    raise UserError("a JSON array, not one object a line", where=str(path), mend="write JSON lines")
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+def _json_lines(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
+    with opened_lines(path, packed=packed) as file:
+        number, is_begun = 0, False
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                yield number, BadRowError("line too long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+                continue
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            if not is_begun and line.lstrip().startswith(b"["):
+                raise UserError("a JSON array, not one object a line", where=str(path), mend="write JSON lines")
+            is_begun = True
+            yield number, line
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -247,7 +257,7 @@ def _hub_rows(source: str) -> Iterator[tuple[int, Any]]:
             data = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, row in enumerate(data, start=1):
             yield number, _without_nulls(row)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot be read ({_first_line(error)})", where=source) from None
 
 

@@ -1,15 +1,16 @@
 """Keeping evaluation prompts out of training data.
 
-The rule: a conversation is left out if any of its messages shares a run of `n_words` words with an evaluation prompt,
-or is, word for word, a whole prompt shorter than that. Words are runs of letters and digits, compared without regard
-to case or punctuation; each character of a script written without spaces is a word.
+The rule: a conversation is left out if any text of its messages (reasoning and tool calls are text too) shares a run
+of `n_words` words with an evaluation prompt, or is, word for word, a whole prompt shorter than that. Words are runs of
+letters and digits, compared without regard to case or punctuation; each character of a script written without spaces
+is a word.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftline.data.conversations import Tally, read_conversations
@@ -53,8 +54,8 @@ class Decontaminator:
 
     def find(self, messages: Sequence[Message]) -> str | None:
         """The first words that a conversation shares with a prompt, or None."""
-        for message in messages:
-            words = words_of(str(message["content"]))
+        for text in (text for message in messages for text in _texts(message)):
+            words = words_of(text)
             if len(words) < self.n_words:
                 whole = " ".join(words)
                 if whole in self.short:
@@ -83,6 +84,19 @@ def read_decontaminator(files: Sequence[str], n_words: int) -> Decontaminator:
 def words_of(text: str) -> list[str]:
     """The words of a text as they are compared."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All that a message says: its content, its reasoning, and the arguments of its tool calls."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            if name != "role":
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _runs(words: Sequence[str], n_words: int) -> Iterator[str]:

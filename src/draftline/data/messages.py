@@ -1,8 +1,10 @@
 """One row of a conversation file, checked and brought into one form.
 
 Accepted shapes of a row: `messages` (OpenAI style), `conversations` (`from`/`value`), or `prompt` with an optional
-`response`; `instruction`/`input`/`output` are read as those. `tools`, `id`, `category`, `language`, and what
-`regenerate` writes (`answer_cut`, `answer_token_ids`, `prompt_hash`, `turns`) are kept. Other fields are ignored.
+`response`; `instruction`/`input`/`output` are read as those, with the rounds of `history` before them. A `system` or
+`system_prompt` beside messages without a system prompt becomes one. `tools`, `id`, `category`, `language`, and what
+`regenerate` writes (`answer_cut`, `answer_token_ids`, `prompt_hash`, `rendered_on`, `turns`) are kept. Other fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -19,6 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_FROM = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function": "tool"}
 _PROMPT_FIELDS = ("prompt", "instruction")
 _RESPONSE_FIELDS = ("response", "output", "completion")
+_SYSTEM_FIELDS = ("system", "system_prompt")
 _MEDIA_FIELDS = ("image", "images", "audio", "audios", "video", "videos")
 MAX_MESSAGES = 100_000
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -45,6 +49,7 @@ class Row:
     turns: Turns
     category: str | None = None
     language: str | None = None
+    rendered_on: date | None = None
 
 
 def parse_row(row: Any) -> Row:
@@ -57,7 +62,7 @@ def parse_row(row: Any) -> Row:
         raise BadRowError("not an object", f"the row is a {type(row).__name__}, not a JSON object")
     _refuse_media(row, "the row")
     name, tools = _row_id(row.get("id")), _tools(row.get("tools"))
-    raw = _raw_messages(row)
+    raw = _with_system(row, _raw_messages(row))
     if len(raw) > MAX_MESSAGES:
         raise BadRowError("too many messages", f"{len(raw)} messages, at most {MAX_MESSAGES} are read")
     messages = [_message(message, i) for i, message in enumerate(raw)]
@@ -73,6 +78,7 @@ def parse_row(row: Any) -> Row:
         turns="last" if row.get("turns") == "last" else "all",
         category=category,
         language=language,
+        rendered_on=_day(row.get("rendered_on")),
     )
 
 
@@ -118,7 +124,7 @@ def _raw_messages(row: Mapping[str, Any]) -> list[Any]:
     if isinstance(prompt, list):  # a prompt given as messages
         messages = list(prompt)
     else:
-        messages = [{"role": "user", "content": _with_input(prompt, row.get("input"))}]
+        messages = [*_history(row.get("history")), {"role": "user", "content": _with_input(prompt, row.get("input"))}]
     response = _first_field(row, _RESPONSE_FIELDS)
     if response is not None:
         messages += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
@@ -127,6 +133,30 @@ def _raw_messages(row: Mapping[str, Any]) -> list[Any]:
 
 def _with_input(prompt: Any, extra: Any) -> Any:
     return f"{prompt}\n\n{extra}" if isinstance(prompt, str) and isinstance(extra, str) and extra.strip() else prompt
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+    """The messages, with a system prompt that stands beside them in front of them if they have none."""
+    system = next((row[name] for name in _SYSTEM_FIELDS if row.get(name)), None)
+    if system is None or any(isinstance(m, Mapping) and _role(m) in ("system", "developer") for m in messages):
+        return messages
+    if not isinstance(system, str):
+        raise BadRowError("bad message", f"the row's system prompt is a {type(system).__name__}, not text")
+    return [{"role": "system", "content": system}, *messages] if system.strip() else messages
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    return message["role"] if message.get("role") is not None else message.get("from")
+
+
+def _history(rounds: Any) -> list[Any]:
+    """Earlier rounds of an instruction, pairs of question and answer, as messages."""
+    if rounds is None:
+        return []
+    if not isinstance(rounds, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rounds):
+        raise BadRowError("bad history", "`history` must be a list of pairs, a question and its answer each")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in rounds for role, text in zip(roles, pair, strict=True)]
 
 
 def _first_field(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -164,12 +194,18 @@ def _text(content: Any, where: str) -> str:
         return content
     if isinstance(content, list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-        for part in parts:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise BadRowError("multimodal", f"{where} has a part of type {kind!r}; only text is supported")
-        return "".join(part["text"] for part in parts)
+        return "".join(_part_text(part, where) for part in parts)
     raise BadRowError("bad message", f"{where}: content is a {type(content).__name__}, not text")
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise BadRowError("bad message", f"{where}: a part of the content is a {type(part).__name__}, not an object")
+    if part.get("type") != "text":
+        raise BadRowError("multimodal", f"{where} has a part of type {part.get('type')!r}; only text is supported")
+    if not isinstance(part.get("text"), str):
+        raise BadRowError("bad message", f"{where}: the text of a part is a {type(part.get('text')).__name__}")
+    return str(part["text"])
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
@@ -225,6 +261,15 @@ def _token_ids(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise BadRowError("bad answer_token_ids", "answer_token_ids must be a list of token ids")
     return tuple(value)
+
+
+def _day(value: Any) -> date | None:
+    if value is None:
+        return None
+    try:
+        return date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise BadRowError("bad rendered_on", "rendered_on must be a date like 2026-01-31") from None
 
 
 def _require_plain_text(content: Any) -> None:

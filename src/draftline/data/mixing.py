@@ -24,9 +24,10 @@ REASON = "left out by the mix"
 def mixed_counts(available: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Samples to take of each source: the largest total that all sources can serve by their weights.
 
-    Fractions of a sample go to the largest remainders, to the first source among equals.
+    Fractions of a sample go to the largest remainders, to the first source among equals. A weight is the decimal number
+    that was written: 0.3 is 3/10, not the binary number beside it, which would cost a sample.
     """
-    shares = [Fraction(weight) for weight in weights]
+    shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
     total = min(int(n / share) for n, share in zip(available, shares, strict=True))
     exact = [total * share for share in shares]

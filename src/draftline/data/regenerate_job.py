@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,17 @@ class RegenerateJob:
         for conversation in read_prompts(self.source, self.limit, Tally(skip_bad_rows=True)):
             if conversation.id in self.log.answered or conversation.id in self.log.rejected:
                 continue
+            template = self.template.on(datetime.now().date())  # a server tells its template the day, too
             try:
-                ids = prompt_ids(self.template, conversation.messages, conversation.tools)
+                ids = prompt_ids(template, conversation.messages, conversation.tools)
             except TemplateRefusedError:
                 self.log.hold_reject(conversation.id, "template refused")
                 continue
             if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
                 self.log.hold_reject(conversation.id, "prompt too long")
                 continue
-            yield conversation, Prompt(conversation.id, ids)
+            day = template.day if template.reads_date else None
+            yield replace(conversation, rendered_on=day), Prompt(conversation.id, ids)
 
 
 @dataclass(slots=True)
@@ -229,6 +232,7 @@ def answer_row(conversation: Conversation, message: Message, *, cut: bool) -> di
         **({"tools": conversation.tools} if conversation.tools else {}),
         **({"category": conversation.category} if conversation.category else {}),
         **({"language": conversation.language} if conversation.language else {}),
+        **({"rendered_on": conversation.rendered_on.isoformat()} if conversation.rendered_on else {}),
         "answer_cut": cut,
         "turns": "last",
     }

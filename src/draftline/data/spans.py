@@ -9,6 +9,9 @@ by dropping its thinking part, is left out.
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +21,8 @@ from draftline.data.messages import REASONING_FIELDS, Message, Turns
 from draftline.data.template import ChatTemplate, TemplateRefusedError
 
 _MARKER = "Zdraftlinemarkerz"
-_THINK_END = "</think>"
+_THINK_BEGIN, _THINK_END, _NEAR = "<think>", "</think>", 32
+_EMPTY_THINKING = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -77,7 +81,43 @@ def _locate(template: ChatTemplate, messages: Sequence[Message], tools: Tools, t
             place = _fit(template, message, whole, len(served), len(whole))
             if place and (not is_inner or text.startswith(whole[: place[2]])):
                 return place
-    return None if structured else _locate_by_marker(template, messages, tools, text, index)
+        if is_inner:
+            return _locate_by_stop(template, messages, tools, text, index, len(served))
+    if structured:
+        return _locate_parts_by_marker(template, messages, tools, text, index)
+    return _locate_by_marker(template, messages, tools, text, index)
+
+
+def _locate_parts_by_marker(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools, text: str, index: int
+) -> Place | None:
+    """A turn of several parts, from where a plain content would begin."""
+    plain = {"role": "assistant", "content": _MARKER}
+    marked = _render_or_none(template, [*messages[:index], plain, *messages[index + 1 :]], tools, ask=False)
+    before, found, _ = (marked or "").partition(_MARKER)
+    if not found or not text.startswith(before):
+        return None
+    if index < len(messages) - 1:
+        return _locate_by_stop(template, messages, tools, text, index, len(before))
+    return _fit(template, messages[index], text, len(before), len(text))
+
+
+def _locate_by_stop(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools, text: str, index: int, begin: int
+) -> Place | None:
+    """A turn of several parts that is rendered otherwise where it is the last one: up to the token that it stops at.
+
+    That token must stand before the next message, whose content is swapped for a marker to see where it begins.
+    """
+    found = template.special_pattern.finditer(text, begin)
+    end = next((match for match in found if template.special_ids[match.group()] in template.stop_ids), None)
+    if end is None:
+        return None
+    swapped = [*messages[: index + 1], {**messages[index + 1], "content": _MARKER}, *messages[index + 2 :]]
+    marked = _render_or_none(template, swapped, tools, ask=False)
+    if marked is None or _MARKER not in marked or not marked.startswith(text[: end.end()]):
+        return None
+    return _fit(template, messages[index], text, begin, end.end())
 
 
 def _locate_by_marker(
@@ -98,9 +138,10 @@ def _locate_by_marker(
 def _fit(template: ChatTemplate, message: Message, text: str, begin: int, limit: int) -> Place | None:
     """The assistant's text at the beginning of text[begin:limit], or None if something else stands there."""
     if _is_structured(message):
+        begin += _added_thinking(message, text[begin:limit])
         body = _without_terminator(template, text[begin:limit])
         return (begin, begin, begin + len(body)) if body and _holds_parts(body, message) else None
-    content = str(message["content"])
+    content = _behind_opened_thinking(str(message["content"]), text, begin)
     words = content.strip()
     start = begin
     while start < limit and text[start].isspace():
@@ -115,6 +156,12 @@ def _fit(template: ChatTemplate, message: Message, text: str, begin: int, limit:
     if leading and text[begin:start].endswith(leading):
         start -= len(leading)
     return begin, start, stop
+
+
+def _behind_opened_thinking(content: str, text: str, begin: int) -> str:
+    """What the assistant writes itself of a content whose thinking part is opened by the prompt already."""
+    opened = text[max(0, begin - _NEAR) : begin].rstrip().endswith(_THINK_BEGIN)
+    return content.lstrip().removeprefix(_THINK_BEGIN) if opened else content
 
 
 def _fit_loosely(content: str, text: str, begin: int, limit: int) -> Place | None:
@@ -134,10 +181,41 @@ def _is_structured(message: Message) -> bool:
     return bool(message.get("tool_calls")) or any(message.get(name) for name in REASONING_FIELDS)
 
 
+def _added_thinking(message: Message, text: str) -> int:
+    """Characters of an empty thinking part that the template puts in front of a turn without one."""
+    if any(message.get(name) for name in REASONING_FIELDS) or _THINK_END in str(message["content"]):
+        return 0
+    found = _EMPTY_THINKING.match(text)
+    return found.end() if found else 0
+
+
 def _holds_parts(body: str, message: Message) -> bool:
+    """Whether all that the assistant said stands there: each call by its name, and whatever text its arguments hold."""
     parts = [message["content"]] + [message[name] for name in REASONING_FIELDS if message.get(name)]
-    parts += [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
-    return all(str(part).strip() in body for part in parts)
+    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+    names = Counter(str(function["name"]) for function in functions)
+    return (
+        all(str(part).strip() in body for part in parts)
+        and all(body.count(name) >= count for name, count in names.items())
+        and all(_spelled_in(body, text) for function in functions for text in _texts(function.get("arguments")))
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _spelled_in(body: str, text: str) -> bool:
+    """Whether a text stands there, as it is or as JSON spells it."""
+    return text.strip() in body or any(json.dumps(text, ensure_ascii=a)[1:-1] in body for a in (False, True))
 
 
 def _without_terminator(template: ChatTemplate, text: str) -> str:

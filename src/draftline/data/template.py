@@ -6,11 +6,13 @@ is served.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +20,7 @@ from draftline.data.messages import Message
 from draftline.data.token_bytes import TokenBytes
 from draftline.errors import UserError
 
+_DATE = "strftime_now"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -32,6 +35,9 @@ class ChatTemplate:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         template_kwargs: passed to the template at top level, for example `{"enable_thinking": False}`.
         stop_token_ids: ids that end an answer, besides the tokenizer's end token.
+
+    Attributes:
+        day: what templates that ask for the date are told; the day on which this was made, see `on`.
 
     Raises:
         UserError: no chat template, a broken one, or a tokenizer that cannot tell which characters a token covers.
@@ -50,7 +56,19 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._stops = frozenset(stop_token_ids)
+        self.day = datetime.now().date()
         self._refuse_broken_template(name)
+
+    def on(self, day: date) -> ChatTemplate:
+        """The same, on another day."""
+        other = copy.copy(self)
+        other.day = day
+        return other
+
+    @cached_property
+    def reads_date(self) -> bool:
+        """Whether the template asks for the date, so that the same conversation differs from day to day."""
+        return _DATE in self._template or _DATE in self._template_with_tools
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -93,7 +111,7 @@ class ChatTemplate:
                 tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=self._template_with_tools if tools else self._template,
                 add_generation_prompt=ask,
-                **self._render_kwargs,
+                **(self._render_kwargs | self._date),
             )
         return str(result[0][0])
 
@@ -170,10 +188,16 @@ class ChatTemplate:
         except TemplateRefusedError:  # it may want another conversation than this one
             return
 
+    @property
+    def _date(self) -> dict[str, Any]:
+        return {"strftime_now": datetime.combine(self.day, time()).strftime} if self.reads_date else {}
+
     def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
         tools = list(tools) if tools else None
         with _refusals():
-            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options, **self._kwargs)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, **options, **(self._kwargs | self._date)
+            )
 
 
 @contextmanager

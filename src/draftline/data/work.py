@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from draftline.data.template import ChatTemplate
 from draftline.data.word_memo import Tokenized, WordMemo
 
 TEXTS_AT_ONCE = 128
+MAX_DAYS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class RowWorker:
     def __init__(self, spec: WorkSpec) -> None:
         self._spec = spec
         self._encoder = ChatEncoder(spec.template, max_tokens=spec.max_tokens, turns=spec.turns)
+        self._encoder_of_day: dict[date, ChatEncoder] = {}
         self._words = WordMemo(spec.template.tokenizer, spec.template.tokenize_many, spec.template.token_bytes)
 
     def work(self, chunk: Chunk) -> ChunkResult:
@@ -162,12 +165,24 @@ class RowWorker:
             raise RejectedError(REASON, f"shares these words with an evaluation prompt: {words[:200]}")
 
     def _draft(self, place: int, row: Row) -> _Pending:
+        encoder = self._encoder_on(row.rendered_on)
         if row.answer_token_ids is not None:
-            text = self._encoder.draft_generated(row.messages, row.tools, row.answer_token_ids)
+            text = encoder.draft_generated(row.messages, row.tools, row.answer_token_ids)
             return _Pending(place, row, text, None)
-        turns: Turns = "last" if row.turns == "last" else self._encoder.turns
-        draft = self._encoder.draft(row.messages, row.tools, turns=turns, answer_cut=row.answer_cut)
+        turns: Turns = "last" if row.turns == "last" else encoder.turns
+        draft = encoder.draft(row.messages, row.tools, turns=turns, answer_cut=row.answer_cut)
         return _Pending(place, row, draft.text, draft)
+
+    def _encoder_on(self, day: date | None) -> ChatEncoder:
+        """The encoder for a row whose template was told this day; None: it is not known, or does not matter."""
+        if day is None or not self._spec.template.reads_date:
+            return self._encoder
+        if day not in self._encoder_of_day:
+            if len(self._encoder_of_day) >= MAX_DAYS:
+                self._encoder_of_day.clear()
+            template = self._spec.template.on(day)
+            self._encoder_of_day[day] = ChatEncoder(template, max_tokens=self._spec.max_tokens, turns=self._spec.turns)
+        return self._encoder_of_day[day]
 
     def _tokenize(self, pending: Sequence[_Pending], outcomes: list[Outcome], samples: list[EncodedArrays]) -> None:
         """Tokens and masks of some rows; each becomes a sample or a rejection in its place."""

@@ -170,6 +170,11 @@ class FakeServer:
             "number": lambda: choice["message"].update(content=3),
             "empty": lambda: (choice["message"].update(content=" "), choice.pop("token_ids", None)),
             "unfinished": lambda: choice.update(finish_reason="abort"),
+            "odd end": lambda: choice.update(finish_reason=["stop"]),
+            "half a character called": lambda: (
+                choice.pop("token_ids", None),
+                choice["message"].update(tool_calls=[{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]),
+            ),
             "other model": lambda: reply.update(model="another"),
             "ids too large": lambda: choice.update(token_ids=[10**6]),
             "ids of another": lambda: choice.update(token_ids=[300, 301]),

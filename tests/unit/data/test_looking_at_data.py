@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import data_kit as kit
@@ -44,9 +45,38 @@ def test_without_colours_the_preview_brackets_what_is_supervised(prepared: Path,
     assert "⟦" in shown(prepared, target, force_terminal=True, no_color=True)
 
 
+def test_a_stream_that_cannot_show_the_brackets_gets_plain_ones(prepared: Path, target: TargetConfig) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
+    console = Console(file=screen, width=200, highlight=False)
+    preview(prepared, load_template(target).tokenizer, n_samples=2, console=console)
+    screen.flush()
+    text = screen.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert text.count("assistant\n[[yes one<|im_end|>]]") == 2 and "?" not in text
+
+
 def test_with_colours_the_preview_colours_it(prepared: Path, target: TargetConfig) -> None:
     text = shown(prepared, target, force_terminal=True, color_system="standard", legacy_windows=False)
     assert text.count("\x1b[1;32myes one<|im_end|>\x1b[0m") == 2 and "⟦" not in text
+
+
+def test_what_a_terminal_would_obey_is_shown_as_signs(tmp_path: Path, target: TargetConfig) -> None:
+    talk = kit.talk("red \x1b[31m\a\x00 \r\u202e gone", "yes\x9b one")
+    source = kit.write_lines(tmp_path / "in.jsonl", [{"id": "a\x1b[2Jb\n", "messages": talk, "category": "\b"}])
+    folder = prepare([str(source)], tmp_path / "out", target=target, max_tokens=200).output
+    for console in ({}, {"force_terminal": True, "color_system": "standard"}):
+        text = shown(folder, target, **console)
+        assert "red ␛[31m␇␀ ␍<U+202E> gone" in text and "yes<U+009B> one" in text and "a␛[2Jb␊: " in text
+        own = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        assert all(letter == "\n" or letter.isprintable() for letter in own)
+
+
+@pytest.mark.parametrize("width", [1, 10, 40])
+def test_a_narrow_terminal_loses_nothing(prepared: Path, target: TargetConfig, width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, soft_wrap=True, highlight=False)
+    preview(prepared, load_template(target).tokenizer, n_samples=2, console=console)
+    text = "".join(screen.getvalue().split())
+    assert text.count("⟦yesone<|im_end|>⟧") == 2 and text.count("supervised,maths") == 2
 
 
 def test_the_choice_of_samples_is_seeded(prepared: Path, target: TargetConfig) -> None:

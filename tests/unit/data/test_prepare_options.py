@@ -11,7 +11,7 @@ from typing import Any
 
 import data_kit as kit
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftline.config.schema import TargetConfig
@@ -49,14 +49,15 @@ def ids(folder: Path) -> list[str]:
     return [data.sample(i).sample_id for i in range(len(data))]
 
 
-@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 100)), min_size=1, max_size=5))
-def test_a_mix_has_the_asked_shares_and_could_not_be_larger(sources: list[tuple[int, int]]) -> None:
-    available, weights = [n for n, _ in sources], [float(w) for _, w in sources]
-    counts, whole = mixed_counts(available, weights), sum(weights)
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 100)), min_size=1, max_size=5), st.sampled_from([1, 100]))
+@example([(70, 70), (30, 30)], 100)  # 0.7 and 0.3 are no binary numbers
+def test_a_mix_has_the_asked_shares_and_could_not_be_larger(sources: list[tuple[int, int]], unit: int) -> None:
+    available, weights = [n for n, _ in sources], [w for _, w in sources]
+    counts, whole = mixed_counts(available, [w / unit for w in weights]), sum(weights)
     assert all(count <= n for count, n in zip(counts, available, strict=True))
     total = sum(counts)
-    assert all(abs(count - total * w / whole) <= 1 for count, w in zip(counts, weights, strict=True))
-    assert any((total + 1) * w / whole > n for n, w in zip(available, weights, strict=True))
+    assert all(abs(count * whole - total * w) <= whole for count, w in zip(counts, weights, strict=True))
+    assert any((total + 1) * w > n * whole for n, w in zip(available, weights, strict=True))
 
 
 def test_a14_sources_are_mixed_by_weight_seeded_with_exact_counts(tmp_path: Path) -> None:
@@ -130,6 +131,13 @@ def test_words_are_compared_without_case_and_punctuation_in_any_script() -> None
     )
     assert found == "法 国 的 首 都"
     assert Decontaminator.of(["a b c"], 3).find(kit.talk("a b", "b c")) is None
+
+
+def test_reasoning_and_tool_calls_are_looked_at_too() -> None:
+    evaluation = Decontaminator.of(["a b c", "the capital"], 3)
+    call = {"function": {"name": "search", "arguments": {"queries": ["The capital!"]}}}
+    for message in ({"content": "", "reasoning_content": "so a b c it is"}, {"content": "", "tool_calls": [call]}):
+        assert evaluation.find([{"role": "assistant", **message}]) in ("a b c", "the capital")
 
 
 def test_limits_on_prompts_and_labels_drop_and_count(tmp_path: Path) -> None:

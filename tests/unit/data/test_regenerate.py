@@ -289,6 +289,14 @@ def test_foreign_and_damaged_outputs_are_refused(tmp_path: Path, target: TargetC
         run(source, output, target)
 
 
+def test_a_file_that_is_removed_while_it_is_written_is_one_line(tmp_path: Path) -> None:
+    removed = pytest.raises(UserError, match=r"answers\.jsonl: was removed while it was written; start again")
+    with removed, AnswerLog(tmp_path / "answers.jsonl") as log:
+        log.append([{"id": "a", "answer_cut": False}], [])
+        (tmp_path / "answers.jsonl").unlink()
+        log.append([{"id": "b", "answer_cut": False}], [])
+
+
 def test_two_runs_into_one_file_the_second_is_refused(tmp_path: Path, target: TargetConfig) -> None:
     output = tmp_path / "a.jsonl"
     with AnswerLog(output), pytest.raises(UserError, match="another process is writing to it"):

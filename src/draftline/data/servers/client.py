@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from draftline.data.servers.options import ApiKey
-from draftline.data.servers.protocol import Fault
+from draftline.data.servers.protocol import Fault, printable
 from draftline.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class ServerClient:
         """The first line of a text, short, printable and without the key."""
         text = self._key.hidden_in(text) if self._key is not None else text
         line = next(iter(text.strip().splitlines()), "")
-        return "".join(letter if letter.isprintable() else "?" for letter in line)[:_SHOWN]
+        return printable(line)[:_SHOWN]
 
 
 def retry_after_s(value: str | None) -> float | None:

@@ -183,6 +183,11 @@ def decode_json(data: bytes) -> dict[str, Any]:
     return content
 
 
+def printable(text: str) -> str:
+    """`text` with a ? for each character that a terminal may obey, line breaks included."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def read_models(data: bytes, wanted: str, kind: str) -> ServedModel:
     """What a server's list of models says about the wanted one.
 
@@ -199,7 +204,7 @@ def read_models(data: bytes, wanted: str, kind: str) -> ServedModel:
     models = [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
     found = next((m for m in models if wanted in (m["id"], m.get("root"))), None)
     if found is None and models:
-        names = ", ".join(m["id"] for m in models[:5])
+        names = ", ".join(printable(m["id"]) for m in models[:5])
         raise Fault("another model", f"it serves {names[:300]}, not {wanted}", "fatal")
     entry = found or {}
     if kind == "auto":
@@ -221,7 +226,7 @@ def read_answer(data: bytes, model: ServedModel, *, vocab_size: int) -> ServedAn
         raise Fault("no choices", "the reply holds no answer", "server")
     choice = choices[0]
     finish = choice.get("finish_reason")
-    if finish not in _FINISHED:
+    if not isinstance(finish, str) or finish not in _FINISHED:
         raise Fault("not finished", f"finish_reason is {str(finish)[:40]!r}", "answer")
     message = choice.get("message")
     if message is None and isinstance(choice.get("text"), str):
@@ -257,7 +262,7 @@ def _text(message: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, list):  # parts
-        value = "".join(str(part.get("text", "")) for part in value if isinstance(part, dict))
+        value = "".join(str(part.get("text") or "") for part in value if isinstance(part, dict))
     if not isinstance(value, str):
         raise Fault("malformed answer", f"{name} is a {type(value).__name__}, not text", "server")
     if any("\ud800" <= letter <= "\udfff" for letter in value):

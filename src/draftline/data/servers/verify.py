@@ -81,7 +81,7 @@ class AnswerVerifier:
         }
 
     def _require_prompt(self, prompt: Prompt, answer: ServedAnswer) -> None:
-        mend = "has the server another chat template, or other arguments for it?"
+        mend = "has the server another chat template, other arguments for it, or another date?"
         if answer.prompt_token_ids is not None and answer.prompt_token_ids != prompt.input_ids:
             raise Fault("prompt ids disagree", f"the server rendered other ids than our template; {mend}", "answer")
         ours, theirs = len(prompt.input_ids), answer.n_prompt_tokens
@@ -165,4 +165,8 @@ def _read_call(call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise Fault("malformed answer", "the arguments of a tool call are not JSON", "answer") from None
+    try:
+        json.dumps([function["name"], arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Fault("not UTF-8", "a tool call has half of a surrogate pair in it", "answer") from None
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
