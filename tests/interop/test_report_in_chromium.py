@@ -16,7 +16,7 @@ from draftline.report.charts import Axis, line_chart
 from draftline.report.command import write_report
 from draftline.report.curves import Curve
 from draftline.report.page import render_page
-from made_run import make_run
+from made_run import evaluation, make_run
 
 # Titles of axes that a chart draws, all charts that have come into view.
 AXES = "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.xtitle, .ytitle')].length)"
@@ -85,6 +85,20 @@ def test_many_curves_leave_room_to_be_seen_on_a_phone(browser: Any, tmp_path: Pa
     page, _ = opened(browser, file, "light", 390)
     page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
     assert page.evaluate("document.querySelector('.chart')._fullLayout._size.h") >= 200  # pixels of the plot itself
+    page.close()
+
+
+def test_on_paper_every_figure_is_unfolded_and_nothing_is_cut_at_the_edge(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    evaluation(run / "evaluation.json")
+    page, _ = opened(browser, write_report([run]), "dark", 794)  # A4 at 96 pixels an inch
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.wait_for_function(f"{AXES}.every(n => n >= 2)", timeout=60_000)
+    assert page.evaluate(
+        "[document.documentElement.scrollWidth, document.querySelectorAll('details:not([open])').length]"
+    ) == [794, 0]
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
     page.close()
 
 

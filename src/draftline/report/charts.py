@@ -67,16 +67,17 @@ def line_chart(
 ) -> Chart | None:
     """Curves over rows trained, at most `most` points each; None without any point.
 
-    Curves in `dotted` let those show that they may cover.
+    Curves in `dotted` let those show that they may cover. A curve without a point keeps its colour free.
     """
+    colours = {name: number for number, name in enumerate(curves)}
     curves = {name: curve for name, curve in curves.items() if curve.points()}
     if not curves:
         return None
     traces = []
-    for number, (name, curve) in enumerate(curves.items()):
+    for name, curve in curves.items():
         steps, values = thin(curve, most)
         mode = "lines+markers" if len(set(steps)) <= 40 else "lines"  # many points of one row are no line to be seen
-        trace = {"type": "scatter", "mode": mode, "name": name, "x": steps, "y": values, "meta": {"c": number}}
+        trace = {"type": "scatter", "mode": mode, "name": name, "x": steps, "y": values, "meta": {"c": colours[name]}}
         traces.append(trace | ({"line": {"dash": "dot"}} if name in dotted else {}))
     header, rows = _table(curves)
     return Chart(

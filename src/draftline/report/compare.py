@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from draftline.config.load import config_differences
 from draftline.monitor.render import duration
 from draftline.report.charts import Axis, Chart, figure, line_chart
+from draftline.report.curves import Curve
 from draftline.report.figures import TERMS
 from draftline.report.source import RunSource
-from draftline.report.tables import Table
+from draftline.report.tables import Table, waiting_shares
 
 _PLAIN: Mapping[str, tuple[str, str]] = {
     "train/loss": ("Loss", "loss"),
@@ -35,13 +36,27 @@ def compared_charts(runs: Mapping[str, RunSource]) -> list[Chart]:
     """One chart a curve that any run has."""
     plain = {**_PLAIN, **{f"train/{term}": (f"Loss term {term}", "loss") for term in TERMS}}
     more = {name for run in runs.values() for name in run.metrics.curves if name.startswith("validation/acceptance_")}
-    plain |= {name: (name.removeprefix("validation/"), "tokens per target forward") for name in sorted(more)}
+    plain |= {name: (_words(name), "tokens per target forward") for name in sorted(more, key=_by_number)}
     found = []
     for name, (title, axis) in plain.items():
-        curves = {run: source.metrics.curves[name] for run, source in runs.items() if name in source.metrics.curves}
+        curves = {run: source.metrics.curves.get(name, Curve()) for run, source in runs.items()}
         if any(value for curve in curves.values() for _, value in curve.points()):
             found.append(line_chart(name.replace("/", "-"), title, curves, Axis(axis)))
-    return [chart for chart in found if chart is not None]
+    charts = [chart for chart in found if chart is not None]
+    for chart in charts:
+        chart.layout["showlegend"] = True  # of one run alone too: whose it is
+    return charts
+
+
+def _words(name: str) -> str:
+    """`validation/acceptance_walk_tree_16` -> `Acceptance length of validation, walk tree@16`."""
+    rest = name.removeprefix("validation/acceptance_").replace("tree_", "tree@").replace("_", " ")
+    return f"Acceptance length of validation, {rest}"
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    kind, _, number = name.rpartition("_")
+    return (kind, int(number)) if number.isdigit() else (name, -1)
 
 
 def compared_tables(runs: Mapping[str, RunSource]) -> list[Table]:
@@ -51,7 +66,8 @@ def compared_tables(runs: Mapping[str, RunSource]) -> list[Table]:
         "state": [run.status.detail for run in sources],
         "rows committed of planned": [_rows(run) for run in sources],
         "running": [duration(run.timeline.length_s) for run in sources],
-        **{title: [_end(run, name) for run in sources] for name, (title, _) in _PLAIN.items()},
+        "waiting, share of each side's time": [waiting_shares(run.timeline) or "-" for run in sources],
+        **{_with_unit(*words): [_end(run, name) for run in sources] for name, words in _PLAIN.items()},
         **_decoded(sources),
     }
     first, *others = sources
@@ -61,9 +77,15 @@ def compared_tables(runs: Mapping[str, RunSource]) -> list[Table]:
     rows = tuple((path, *(_value(run, path) for run in sources)) for path in fields)
     note = "" if rows else "They are the same."
     return [
-        Table("Ends", ("", *runs), tuple((name, *cells) for name, cells in ends.items() if set(cells) != {"-"})),
+        Table(
+            "How they ended", ("", *runs), tuple((name, *cells) for name, cells in ends.items() if set(cells) != {"-"})
+        ),
         Table("Configurations differ in", ("field", *runs), rows, note),
     ]
+
+
+def _with_unit(title: str, axis: str) -> str:
+    return f"{title}, {axis}" if " per " in axis else title
 
 
 def _rows(run: RunSource) -> str:

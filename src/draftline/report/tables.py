@@ -39,14 +39,14 @@ def glance(run: RunSource) -> Table:
         "acceptance length of validation blocks": figure(validation),
         "acceptance length by decoding": _decoded(run.evaluations) or "not measured: give reports by --evaluation",
         "tokens trained, last session": f"{snapshot.tokens_trained:,}, at the end {rate(snapshot.tokens_per_s)}",
-        "waiting, share of each side's time": _waiting(run.timeline) or "-",
+        "waiting, share of each side's time": waiting_shares(run.timeline) or "-",
         "limited by, at the end": snapshot.verdict.sentence,
         "target": run.config.target.model,
     }
     return Table("At a glance", (), tuple(facts.items()))
 
 
-def _waiting(timeline: Timeline) -> str:
+def waiting_shares(timeline: Timeline) -> str:
     """`targets 8 %, drafters 16 %`: the side that waits less is the one that limits."""
     shares = []
     for role in ("target", "drafter"):

@@ -154,3 +154,19 @@ def test_a_comparison_shows_each_curve_of_both_and_what_differs(tmp_path):
     words = page.words
     at = words.index("optimizer.learning_rate")
     assert words[at + 1 : at + 3] == ["0.001", "0.0005"]
+    assert "Throughput, tokens per second" in words
+
+
+def test_a_curve_of_one_run_alone_has_its_runs_colour_and_name(tmp_path):
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    lines = (first / "metrics.jsonl").read_text().replace("validation/", "other/")
+    (first / "metrics.jsonl").write_text(lines)
+    (second / "metrics.jsonl").write_text((second / "metrics.jsonl").read_text().replace("tree_16", "tree_100"))
+    page = Page(write_report([first, second], compare=True, output=tmp_path / "both.html").read_text())
+    charts = {c["key"]: c for c in page.charts}
+    trees = [key for key in charts if key.startswith("validation-acceptance_tree")]
+    assert trees == ["validation-acceptance_tree_64", "validation-acceptance_tree_100"]  # in the order of numbers
+    (trace,) = charts[trees[0]]["traces"]
+    colours = {t["name"]: t["meta"]["c"] for t in charts["train-loss"]["traces"]}
+    assert trace["name"] == "b" and trace["meta"]["c"] == colours["b"] and charts[trees[0]]["layout"]["showlegend"]
+    assert "Acceptance length of validation, tree@64" in page.words
