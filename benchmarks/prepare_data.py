@@ -247,9 +247,9 @@ def written_digest(files: Iterable[Path]) -> str:
         tokens, flags = batch.column("input_ids"), batch.column("loss_mask")
         if not tokens.value_lengths().equals(flags.value_lengths()):
             raise SystemExit("a mask does not fit its tokens")
-        sizes.update(numbers(tokens.value_lengths()))
-        ids.update(numbers(tokens.flatten()))
-        masks.update(numbers(flags.flatten()))
+        sizes.update(memoryview(numbers(tokens.value_lengths())))
+        ids.update(memoryview(numbers(tokens.flatten())))
+        masks.update(memoryview(numbers(flags.flatten())))
     return " ".join(digest.hexdigest() for digest in (sizes, ids, masks))
 
 

@@ -34,7 +34,10 @@ def spelled(arguments: str) -> str:
 
 
 def talk(*calls: dict[str, Any], content: str = "") -> list[dict[str, Any]]:
-    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+    asked: list[dict[str, Any]] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": content, "tool_calls": list(calls)},
+    ]
     return [*asked, {"role": "tool", "content": "two"}, {"role": "assistant", "content": "yes two"}]
 
 
@@ -78,4 +81,4 @@ def test_a8_a_thinking_part_that_the_prompt_opens_is_supervised_from_there_on() 
     encoded, found = encode(OPENED_IN_PROMPT, messages)
     assert found == ["maybe\n</think>\n\nyes<|im_end|>"]
     tokenizer = kit.tokenizer_with(None)
-    assert tokenizer.decode(encoded.input_ids[: encoded.n_prompt_tokens]).endswith("<think>\n")
+    assert str(tokenizer.decode(encoded.input_ids[: encoded.n_prompt_tokens])).endswith("<think>\n")
