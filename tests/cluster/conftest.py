@@ -57,9 +57,9 @@ def samples_of_threads(
     return samples_of(config)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A head node without room for workers, and three nodes with room for two each."""
+    """A head node without room for workers, and three nodes with room for two each. Tests leave it as they found it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 0, "object_store_memory": MEMORY, "_system_config": RAYLETS, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=head)

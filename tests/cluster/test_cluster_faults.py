@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,14 +46,11 @@ class FirstTargetFails(HeldTarget):
             super().start(queue, transport)
 
 
-def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next_beside_another_run(
-    cluster, make_run, monkeypatch
-):
+def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next(cluster, make_run, monkeypatch):
     """Only one node takes targets, and all of it is taken; one drafter goes on meanwhile."""
     monkeypatch.setattr(crew, "TargetActor", FirstTargetFails)
     ours = ("pipeline.target_devices=[cpu,cpu]", "cluster.target_resources={first: 4}")
     config = make_run(*ours, "epochs=24", "sync.every_rows=10", name="ours")
-    other = make_run("cluster.target_resources={second: 1}", "cluster.drafter_resources={third: 1}", "epochs=4")
     folder, hold = config.output, hold_of(config.output)
     hold.touch()
     meanwhile = Meanwhile(
@@ -67,21 +63,16 @@ def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next_beside_ano
         (3, hold.unlink),
     )
     meanwhile.start()
-    found = []
-    beside = threading.Thread(target=lambda: found.append(run(other, cluster)), daemon=True)
-    beside.start()
     result = run(config, cluster)
     meanwhile.check()
     assert result.ledger.committed == len(make_run_plan(config).rows)
     assert "ZeroDivisionError" in (folder / "failures.log").read_text()
-    beside.join(300)
-    assert [result.ledger.committed for result in found] == [len(make_run_plan(other).rows)]
 
 
 def wait_for_targets(n):
-    """Until the node that is full of targets, and not one with those of another run, has so many of them."""
+    """Until there are so many target processes."""
     deadline = time.monotonic() + 240
-    while max(Counter(p.ppid() for p in processes("FirstTargetFails")).values()) != n:
+    while len(processes("FirstTargetFails")) != n:
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -94,12 +85,6 @@ def test_a_run_whose_queue_dies_says_so_and_is_resumed_by_the_same_process(clust
         run(config, cluster)
     meanwhile.check()
     assert "\n" not in str(caught.value) and not (config.output / "cluster.json").exists()
-    before = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]["n_committed"]
-    meanwhile = Meanwhile(config.output, (before + 9, lambda: kill_one("DrafterActor")))
-    meanwhile.start()
-    with pytest.raises(RunFailedError, match="drafter-0: all drafters are lost"):
-        run(config, cluster, resume=True)
-    meanwhile.check()
     before = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]["n_committed"]
     result = run(config, cluster, resume=True)
     planned = len(make_run_plan(config).rows)

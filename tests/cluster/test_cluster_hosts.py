@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,8 @@ def wait_for(run, rows, process):
 def hosts():
     with Hosts(4) as made:
         made.start_ray(0, "--num-cpus=0", STORE)
-        for number in (1, 2, 3):
-            made.start_ray(number, "--num-cpus=3", STORE)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda number: made.start_ray(number, "--num-cpus=3", STORE), (1, 2, 3)))
         yield made
 
 

@@ -124,8 +124,8 @@ class ClusterExchange(RowExchange[RowRef]):
         with self._lock:
             self._captured_by[row_id] = target
             if len(self._captured_by) > 2 * self.n_slots:
-                charged = self._core.admission.charged
-                self._captured_by = {r: t for r, t in self._captured_by.items() if r in charged}
+                admitted = self._core.admission.charged
+                self._captured_by = {r: t for r, t in self._captured_by.items() if r in admitted}
         super().put(target, row_id, payload)
 
     def await_idle(self, target: int) -> None:
