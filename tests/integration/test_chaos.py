@@ -1,4 +1,4 @@
-"""A slice of `make chaos`: a real run, killed with SIGKILL at random moments, resumed each time, to its end."""
+"""A slice of `make chaos`: a real run, killed with SIGKILL at a random moment and resumed to its end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def chaos() -> Iterator[ModuleType]:
 
 
 def test_e14_a_killed_run_goes_on_and_commits_every_row_once(chaos: ModuleType, tmp_path: Path):
-    result = chaos.chaos(2, 5, 1, tmp_path / "work", compare=False)
+    result = chaos.chaos(1, 5, 1, tmp_path / "work", compare=False)
     assert result["broken_promises"] == []
-    assert result["kills"] == 2 and result["kills_after_the_first_step"] >= 1
+    assert result["kills"] == 1 and result["kills_after_the_first_step"] >= 1
     assert result["runs_that_reached_their_end"] >= 1
-    again = chaos.chaos(2, 5, 1, tmp_path / "work", compare=False)  # all of it is written down
+    again = chaos.chaos(1, 5, 1, tmp_path / "work", compare=False)  # all of it is written down
     assert again["moments"] == result["moments"]
     with pytest.raises(SystemExit, match="belongs to other kills"):
-        chaos.chaos(2, 6, 1, tmp_path / "work", compare=False)
+        chaos.chaos(1, 6, 1, tmp_path / "work", compare=False)
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(chaos: ModuleType, tmp_path: Path):

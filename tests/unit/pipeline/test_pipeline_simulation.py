@@ -17,13 +17,13 @@ ALL_FAULTS = {fault.name.lower() for fault in Fault}
 
 def test_distinct_schedules_break_no_promise_and_faults_meet_every_situation():
     met = Counter[str]()
-    summary = run_random(50_000, 0, lambda case: WatchedWorld(case, met))
+    summary = run_random(20_000, 0, lambda case: WatchedWorld(case, met))
     assert summary.violation is None
-    assert summary.distinct == 50_000
+    assert summary.distinct == 20_000
     assert set(summary.ends) == {"closed", "stopped", "failed"}
     assert set(summary.faults) == ALL_FAULTS
-    assert min(summary.faults.values()) > 400
-    assert {name: met[name] for name in SITUATIONS if met[name] < 30} == {}
+    assert min(summary.faults.values()) > 150
+    assert {name: met[name] for name in SITUATIONS if met[name] < 10} == {}
 
 
 @pytest.mark.parametrize(
