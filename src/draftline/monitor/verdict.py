@@ -46,7 +46,7 @@ def bottleneck(
     if not workers:
         return _by_capacity(capacities)
     if all(w.state == "ended" for w in workers):
-        return Verdict(cause="ended", sentence="all workers have ended", split=_split(capacities))
+        return _all_ended(capacities)
     running = [w for w in workers if w.state == "running"]
     return (
         _dead(workers)
@@ -198,6 +198,13 @@ def _slow_target(targets: Sequence[WorkerStatus]) -> Verdict | None:
         "look for another process or a slower device there"
     )
     return Verdict(cause="slow_target", sentence=sentence)
+
+
+def _all_ended(capacities: Capacities) -> Verdict:
+    """Of a finished run its speeds still tell what limited it."""
+    limit = _by_capacity(capacities)
+    told = "" if limit.cause == "starting" else f"; by their speeds, {limit.sentence}"
+    return Verdict(cause="ended", sentence=f"all workers have ended{told}", split=limit.split)
 
 
 def _by_capacity(capacities: Capacities) -> Verdict:

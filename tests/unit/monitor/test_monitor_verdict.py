@@ -241,6 +241,19 @@ def test_the_end_is_not_a_stall(clock: FakeClock) -> None:
     assert scene.verdict().cause == "ended"
 
 
+def test_a_run_that_has_just_ended_tells_what_limited_it(clock: FakeClock) -> None:
+    scene = Scene(clock, targets=1, drafters=3)
+    scene.live(scene.targets[0], 10, wait="", wait_s=0, work_s=4)
+    for drafter in scene.drafters:
+        scene.live(drafter, 4, wait=Wait.ROW, wait_s=6, work_s=4)
+    clock.move(40)
+    for worker in (*scene.targets, *scene.drafters):
+        worker.end()
+    verdict = scene.verdict()
+    assert verdict.cause == "ended" and verdict.split == (2, 2)
+    assert verdict.sentence.startswith("all workers have ended; by their speeds, drafters are starved: 1 target can")
+
+
 @pytest.mark.parametrize(
     ("supply", "demand", "cause"),
     [
