@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 KILLS ?= 200
 CHAOS_JOBS ?= 1
 
-.PHONY: demo demo-short test lint interop cluster-test format simulate chaos docs clean
+.PHONY: demo demo-short test test-long lint interop cluster-test format simulate chaos docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -51,7 +51,11 @@ demo-short: $(VENV)/.model
 	$(BIN)/draftline demo --short --output demo-short
 
 test: $(VENV)/.model $(VENV)/.tools
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not long"
+
+# Real processes killed and resumed, the real model: seconds of start-up each.
+test-long: $(VENV)/.model $(VENV)/.tools
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m long
 
 # Without ruff's cache, which keeps a file's verdict although the place of a module it imports has changed.
 lint: $(VENV)/.tools

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 MISSING = ("pyarrow", "datasets", "tensorboard", "ray")
 TINY = ["--tiny", "--splits", "2:1", "--scheme", "both", "--target-layers", "6", "--samples-per-row", "1"]

@@ -22,6 +22,8 @@ from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
 from draftline.pipeline.signals import StopSignals
 
+pytestmark = pytest.mark.long
+
 LONG = ("epochs=4", "sync.every_rows=1")  # enough rounds to be stopped between two checkpoints
 WAITS_FOR_EVER = """
 import threading

@@ -157,6 +157,7 @@ regenerate(sys.argv[1], Path(sys.argv[2]), target=TargetConfig(model=sys.argv[3]
 """
 
 
+@pytest.mark.long
 def test_a17_a_killed_run_goes_on_without_losing_or_doubling_a_row(tmp_path: Path, target: TargetConfig) -> None:
     source, output = prompts(tmp_path), tmp_path / "killed.jsonl"
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(output), target.model])

@@ -74,6 +74,7 @@ def send_later(number: int, server: FakeServer, answered: int) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.long
 def test_a17_a_killed_client_goes_on_without_losing_or_doubling_a_prompt(tmp_path: Path, target: TargetConfig) -> None:
     source, output = prompts(tmp_path, 60), tmp_path / "a.jsonl"
     with FakeServer(delay_s=0.05) as server:

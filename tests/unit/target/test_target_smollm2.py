@@ -32,6 +32,8 @@ from draftline.target.facts import target_facts
 from draftline.target.load import LoadedTarget
 from draftline.target.selftest import ProbeSample, self_test
 
+pytestmark = pytest.mark.long
+
 TAPS = (7, 14, 26)
 PROMPT = "<|im_start|>user\nWhat is the capital of Portugal?<|im_end|>\n<|im_start|>assistant\n"
 LIMIT, BUDGETS = 13, (4, 16, 64)
