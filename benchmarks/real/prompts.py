@@ -18,7 +18,7 @@ from draftline.data.conversations import Tally, read_conversations
 from draftline.data.marking import RejectedError
 from draftline.data.prepare import load_template
 from draftline.data.prompts import builtin_prompts, split_prompts
-from draftline.data.regenerate import regenerate
+from draftline.data.regenerate import RegenerateReport, regenerate
 from draftline.data.shards import Sample
 from draftline.errors import UserError
 from settings import Settings
@@ -80,16 +80,7 @@ def answer_all(files: PromptFiles, settings: Settings, target: TargetConfig, dev
         return {"from": "kept answers", "answers": sum(1 for _ in files.answers.open("rb"))}
     prompts = files.folder / "prompts.jsonl"
     _write_prompts(prompts, split_all(files, settings))
-    report = regenerate(
-        str(prompts),
-        files.answers,
-        target=target,
-        device=device,
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        progress=False,
-    )
+    report = _answer(prompts, files.answers, settings, target, device)
     with files.answers.open("rb") as plain, gzip.open(files.kept_answers, "wb", compresslevel=6) as packed:
         shutil.copyfileobj(plain, packed)
     return {
@@ -110,14 +101,20 @@ def answer_more(files: PromptFiles, settings: Settings, target: TargetConfig, de
         rows += [row | {"id": f"{row['id']}#{number}"} for number in range(count)]
     prompts = files.folder / "more-prompts.jsonl"
     _write_prompts(prompts, {"train": rows})
-    regenerate(
+    _answer(prompts, files.more_answers, settings, target, device, settings.more_temperature)
+
+
+def _answer(
+    prompts: Path, output: Path, settings: Settings, target: TargetConfig, device: str, temperature: float = 0.0
+) -> RegenerateReport:
+    return regenerate(
         str(prompts),
-        files.more_answers,
+        output,
         target=target,
         device=device,
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch,
-        temperature=settings.more_temperature,
+        temperature=temperature,
         max_prompt_tokens=settings.max_prompt_tokens,
         progress=False,
     )

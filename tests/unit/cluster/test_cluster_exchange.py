@@ -96,7 +96,8 @@ def test_a_link_that_never_holds_fails_the_run_by_round():
     assert failure is not None and "round 0 could not be averaged" in failure.reason
 
 
-def test_a_new_drafter_takes_part_with_the_weights_of_the_commit_at_which_it_joins():
+def joined_by_a_third_drafter():
+    """Drafter 1 has died, drafter 2 has joined, and drafter 0 waits for the event that is returned."""
     ready = threading.Event()
 
     def on_row(drafter, row_id):
@@ -110,6 +111,11 @@ def test_a_new_drafter_takes_part_with_the_weights_of_the_commit_at_which_it_joi
     while cluster.queue._exchange._core.is_live(1):
         ready.wait(0.01)
     assert cluster.queue.joined(drafter_worker(2))
+    return cluster, ready
+
+
+def test_a_new_drafter_takes_part_with_the_weights_of_the_commit_at_which_it_joins():
+    cluster, ready = joined_by_a_third_drafter()
     cluster.spawn(cluster.drafter, 2, True)
     ready.set()
     assert cluster.finish() is End.CLOSED
@@ -201,19 +207,7 @@ def test_a_newcomer_whose_leader_dies_before_it_gave_the_weights_is_told_so():
 
 
 def test_a_newcomer_that_dies_while_it_waits_for_weights_costs_nothing():
-    ready = threading.Event()
-
-    def on_row(drafter, row_id):
-        if drafter == 1 and row_id > 6:
-            raise DiesError
-        if drafter == 0 and row_id > 12:
-            ready.wait(10)
-
-    cluster = FakeCluster(40, SETTINGS, on_row=on_row)
-    cluster.start()
-    while cluster.queue._exchange._core.is_live(1):
-        ready.wait(0.01)
-    assert cluster.queue.joined(drafter_worker(2))
+    cluster, ready = joined_by_a_third_drafter()
     cluster.queue.lost(drafter_worker(2))
     assert cluster.queue.wait(Call("drafter-2", 1, (("await_weights", (2,)),))).kind == "gone"
     ready.set()
