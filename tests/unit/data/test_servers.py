@@ -128,6 +128,16 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout(tmp_path: Path, targe
     assert again.resumed_rows == 6 and good.answered.total() == 6
 
 
+def test_a_server_that_lists_its_model_but_never_answers_costs_no_prompt_more_than_one_try(
+    tmp_path: Path, target: TargetConfig
+) -> None:
+    source = prompts(tmp_path, 60)
+    with FakeServer(lambda *_: "500") as broken, FakeServer(delay_s=0.01) as good:
+        report = run(source, target, options(broken, good, tries=2))
+    assert exactly_once(source, report, 60) and report.rejected == 0
+    assert len(broken.asked) > 3 and set(broken.asked.values()) == {1}
+
+
 def test_a_server_that_goes_away_is_taken_out_and_works_again_when_it_is_back(
     tmp_path: Path, target: TargetConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:

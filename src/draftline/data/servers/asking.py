@@ -14,6 +14,7 @@ import asyncio
 import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -176,9 +177,10 @@ class Askers:
 
     async def _settle(self, conversation: Conversation, prompt: Prompt) -> None:
         """Ask until there is an answer, or the tries are used up."""
-        tries, variation = 0, 0
-        while fault := await self._try_once(conversation, prompt, variation):
-            tries += fault.counts
+        failures: Counter[Server] = Counter()
+        variation = 0
+        while fault := await self._try_once(conversation, prompt, variation, failures):
+            tries = failures.total()
             variation += fault.blame == "answer"
             if fault.blame == "refused" or tries >= self._options.tries:
                 self._reject(prompt, fault)
@@ -186,13 +188,18 @@ class Askers:
             if fault.counts:  # for the others, it is the server that pauses
                 await asyncio.sleep(self._options.backoff.after(tries) * random.uniform(0.5, 1.0))
 
-    async def _try_once(self, conversation: Conversation, prompt: Prompt, variation: int) -> Fault | None:
+    async def _try_once(
+        self, conversation: Conversation, prompt: Prompt, variation: int, failures: Counter[Server]
+    ) -> Fault | None:
         """Ask once. None: it is answered, and the row is on its way.
+
+        Args:
+            failures: the prompt's tries so far, by server; a fault that counts is added.
 
         Raises:
             UserError: nothing will work as it was asked.
         """
-        server = await self._pool.acquire()
+        server = await self._pool.acquire(failures)
         era = server.era
         try:
             row = await self._ask(server, conversation, prompt, variation)
@@ -200,6 +207,7 @@ class Askers:
             if fault.blame == "fatal" and not server.n_answers:  # one that did answer may come to its senses
                 raise UserError(str(fault), where=server.url, mend="mend the server or the options") from None
             self._pool.failed(server, fault, era)
+            failures[server] += fault.counts
             return fault
         finally:
             self._pool.release(server)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draftline.data.servers.client import ServerClient
@@ -94,9 +94,14 @@ class ServerPool:
             if fault is not None:
                 self._take_out(server, fault)
 
-    async def acquire(self) -> Server:
-        """The least busy server that may take a request now; waits for one. To be given back by `release`."""
-        while (server := self._free()) is None:
+    async def acquire(self, failures: Mapping[Server, int]) -> Server:
+        """The least busy server that may take a request now; waits for one. To be given back by `release`.
+
+        Args:
+            failures: how often each server failed this prompt. Those that failed it least are waited for: one that
+                lists its model but hangs must not use up the tries of a prompt that another server can answer.
+        """
+        while (server := self._free(failures)) is None:
             changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(changed)
             await changed
@@ -158,12 +163,14 @@ class ServerPool:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
 
-    def _free(self) -> Server | None:
+    def _free(self, failures: Mapping[Server, int]) -> Server | None:
         now = _now()
+        ready = [server for server in self.servers if not server.is_out and server.rest_until <= now]
+        fewest = min((failures.get(server, 0) for server in ready), default=0)
         free = [
             server
-            for server in self.servers
-            if not server.is_out and server.in_flight < self._options.most_at_one and server.rest_until <= now
+            for server in ready
+            if failures.get(server, 0) == fewest and server.in_flight < self._options.most_at_one
         ]
         return min(free, key=lambda server: (server.in_flight, random.random())) if free else None
 
