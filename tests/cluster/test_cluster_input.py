@@ -12,6 +12,7 @@ import threading
 
 import pytest
 from cluster_kit import MEMORY
+from ray._private import services
 from ray.util.placement_group import remove_placement_group
 
 from draftline.cluster import joining, train
@@ -67,6 +68,17 @@ def test_what_is_no_address_of_a_head_node_is_said_at_once(monkeypatch):
         assert f"no Ray cluster at {address} (what listens there is something else)" in refused_address(address)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     assert "no Ray cluster at 127.0.0.1:9 (Connection refused)" in refused_address("auto")
+
+
+def test_the_note_of_a_cluster_that_is_gone_is_passed_over_unless_ray_runs_here_for_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    assert joining._cluster_of_this_host() == "local"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+    assert joining._cluster_of_this_host() == "local"
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {"127.0.0.1:9"})
+    assert re.search(r"no Ray cluster at \S+:9 \(Connection refused\)", refused_address("auto"))
 
 
 def test_more_than_shared_memory_holds_is_refused_before_ray_is_started(monkeypatch):

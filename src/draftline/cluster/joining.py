@@ -97,16 +97,35 @@ def _connect(address: str, store_bytes: int, cpus: int) -> None:
     import ray
 
     asked = os.environ.get("RAY_ADDRESS", "").strip() or AUTO if address == AUTO else address
-    if asked not in (AUTO, LOCAL):
-        _require_listener(asked)
-    if asked != LOCAL:
-        try:
-            ray.init(address=asked, **_QUIET)
-            return
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            if asked != AUTO:
-                raise _no_cluster(asked, str(error).splitlines()[0]) from error
-    _start_here(max(int(store_bytes / STORE_SHARE), LEAST_STORE_BYTES), cpus)
+    found = _cluster_of_this_host() if asked == AUTO else asked
+    if found == LOCAL:
+        _start_here(max(int(store_bytes / STORE_SHARE), LEAST_STORE_BYTES), cpus)
+        return
+    _require_listener(found)
+    try:
+        ray.init(address=found, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise _no_cluster(found, str(error).splitlines()[0]) from error
+
+
+def _cluster_of_this_host() -> str:
+    """Address of the cluster that Ray runs for on this host, or noted as the last one; `local` if there is none.
+
+    The note outlives a cluster that was killed, and Ray itself would wait for that one without end.
+    """
+    from ray._private import services
+
+    try:
+        noted = services.canonicalize_bootstrap_address(AUTO)
+    except ConnectionError:
+        return LOCAL
+    if noted is None or services.find_gcs_addresses():
+        return noted or LOCAL
+    try:
+        _require_listener(noted)
+    except UserError:
+        return LOCAL
+    return str(noted)
 
 
 def _start_here(store_bytes: int, cpus: int) -> None:
