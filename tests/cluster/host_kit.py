@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +75,7 @@ class Hosts:
     def _remove(self) -> None:
         for number in range(self.n):
             self.kill(number)
+            shutil.rmtree(self.disk(number), ignore_errors=True)
             for words in (["netns", "del", self.name(number)], ["link", "del", self.outer(number)]):
                 subprocess.run(["ip", *words], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
@@ -90,6 +93,9 @@ class Hosts:
     def address(self, number: int) -> str:
         return f"{NET}.{number + 1}"
 
+    def disk(self, number: int) -> Path:
+        return Path(tempfile.gettempdir(), self.name(number))
+
     def command(self, number: int, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.name(number), *words]
 
@@ -99,6 +105,7 @@ class Hosts:
             "start",
             *where,
             f"--node-ip-address={self.address(number)}",
+            f"--temp-dir={self.disk(number)}",  # in a common one, hosts that start at a time choose the same sockets
             "--disable-usage-stats",
             "--include-log-monitor=false",
         ]
