@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 def train(run: RunConfig, address: str, *, dry_run: bool, resume: bool) -> None:
     """`draftline train` with --cluster."""
-    from draftline.cluster.joining import require_ray
+    from draftline.cluster.joining import find_cluster, require_ray
     from draftline.cluster.train import cluster_plan, train_on_cluster
     from draftline.config.load import dump_config
     from draftline.pipeline.run_folder import check_run_folder
     from draftline.pipeline.runplan import plan_lines
 
     require_ray()
+    if not dry_run:
+        find_cluster(address)  # said at once, not behind the seconds that a plan takes
     plan = cluster_plan(run)
     if dry_run:
         check_run_folder(plan, resume=resume)

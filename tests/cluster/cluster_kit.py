@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import ray
+from held import Hold
 
 from draftline.cluster.control import ADDRESS_FILE
 from draftline.cluster.joining import NAMESPACE
@@ -22,12 +23,17 @@ from draftline.pipeline.checkpoint import list_checkpoints, read_checkpoint
 from draftline.pipeline.runplan import make_run_plan
 
 MEMORY = 200 << 20
-DEFAULTS = ("pipeline.max_restarts=8", "checkpoint.keep=1000", "cluster.averaging_timeout_s=20")
+DEFAULTS = (
+    "pipeline.max_restarts=8",
+    "checkpoint.keep=1000",
+    "cluster.averaging_timeout_s=20",
+    "monitor.status_every_s=0.2",
+)
 # A run to which everything happens: three targets, two drafters, rounds of eight rows.
 LOSSY = (
     "pipeline.target_devices=[cpu,cpu,cpu]",
     "pipeline.drafter_devices=[cpu,cpu]",
-    "epochs=40",
+    "epochs=20",
     "sync.every_rows=4",
     "checkpoint.every_rounds=3",
     "cluster.strategy=SPREAD",
@@ -71,8 +77,8 @@ def committed_rows(run: Path) -> int:
         return 0
 
 
-def wait_until_whole(run: Path, *, limit_s: float = 300.0) -> None:
-    """Every worker that was lost has been replaced, and the new ones take part: two rounds went by meanwhile."""
+def wait_until_whole(run: Path, hold: Hold, *, limit_s: float = 300.0) -> None:
+    """Every worker that was lost has been replaced, and the new ones take part: two rounds went by since, not held."""
     deadline = time.monotonic() + limit_s
     while "failed" not in _states(run):  # the loss is not known yet
         assert time.monotonic() < deadline, _states(run)
@@ -81,9 +87,11 @@ def wait_until_whole(run: Path, *, limit_s: float = 300.0) -> None:
         assert time.monotonic() < deadline, _states(run)
         time.sleep(0.2)
     rows = committed_rows(run) + TWO_ROUNDS
+    hold.off()
     while committed_rows(run) < rows:
         assert time.monotonic() < deadline, committed_rows(run)
-        time.sleep(0.2)
+        time.sleep(0.05)
+    hold.on()
 
 
 def rows_of(checkpoint: Path) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 from cluster_kit import Meanwhile, kill_one, processes, wait_until_whole
-from held import HeldTarget, hold_of
+from held import HeldTarget, Hold
 
 from draftline.cluster import crew
 from draftline.cluster.control import scale
@@ -51,16 +51,16 @@ def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next(cluster, m
     monkeypatch.setattr(crew, "TargetActor", FirstTargetFails)
     ours = ("pipeline.target_devices=[cpu,cpu]", "cluster.target_resources={first: 4}")
     config = make_run(*ours, "epochs=24", "sync.every_rows=10", name="ours")
-    folder, hold = config.output, hold_of(config.output)
-    hold.touch()
+    folder, hold = config.output, Hold(config.output)
+    hold.on()
     meanwhile = Meanwhile(
         folder,
-        (3, lambda: wait_until_whole(folder)),
+        (3, lambda: wait_until_whole(folder, hold)),
         (3, lambda: scale(folder, -1)),
         (3, lambda: wait_for_targets(1)),
         (3, lambda: scale(folder, 1)),
         (3, lambda: wait_for_targets(2)),
-        (3, hold.unlink),
+        (3, hold.off),
     )
     meanwhile.start()
     result = run(config, cluster)

@@ -9,8 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cluster_kit import DEFAULTS, LOSSY, check_committed_once, committed_rows, rows_of, samples_of, wait_until_whole
-from held import hold_of
+from cluster_kit import (
+    DEFAULTS,
+    LOSSY,
+    TWO_ROUNDS,
+    check_committed_once,
+    committed_rows,
+    rows_of,
+    samples_of,
+    wait_until_whole,
+)
+from held import Hold
 from host_kit import Hosts
 
 from draftline.pipeline.checkpoint import list_checkpoints
@@ -68,26 +77,28 @@ def test_a_killed_driver_is_resumed_and_hosts_with_addresses_of_their_own_surviv
 ):
     """The resumed run has more workers. A link is cut, a target, a host, a drafter are killed, a target is added."""
     config = make_run(*LOSSY, name="hosts")
-    hold = hold_of(config.output)
-    hold.touch()
+    hold = Hold(config.output)
     run, log = start(*ONE_EACH)
     wait_for(config.output, 15, run)
     run.kill()
     run.wait()
+    hold.on()
     before = rows_of(list_checkpoints(config.output)[-1])
     assert before
     run, log = start("--resume")
-    wait_for(config.output, len(before) + 8, run)
+    wait_for(config.output, len(before) + 4, run)
     hosts.cut(1, 10.0)
-    wait_for(config.output, committed_rows(config.output) + 18, run)
+    hold.off()
+    wait_for(config.output, committed_rows(config.output) + TWO_ROUNDS, run)
+    hold.on()
     _one_of(hosts, "ray::HeldTarget").kill()
     hosts.kill(3)
-    wait_until_whole(config.output)
+    wait_until_whole(config.output, hold)
     _one_of(hosts, "ray::DrafterActor").kill()
     asked = hosts.command(0, *draftline("scale", str(config.output), "--targets", "1"))
     subprocess.run(asked, check=True, capture_output=True, env=hosts.environment)
-    wait_until_whole(config.output)
-    hold.unlink()
+    wait_until_whole(config.output, hold)
+    hold.off()
     assert run.wait(LIMIT_S) == 0, log.read_text()
     planned = len(make_run_plan(config).rows)
     assert f"ledger: planned {planned} = committed {planned} + set aside 0" in log.read_text()

@@ -14,7 +14,7 @@ from cluster_kit import (
     samples_of,
     wait_until_whole,
 )
-from held import HeldTarget, hold_of
+from held import HeldTarget, Hold
 
 from draftline.cluster import crew
 from draftline.cluster.control import scale
@@ -50,19 +50,19 @@ def test_a_run_with_every_kind_of_loss_commits_what_an_unbroken_one_of_threads_c
     """A target and a whole raylet are killed, then a drafter, and a target is added; at last one is let go."""
     monkeypatch.setattr(crew, "TargetActor", HeldTarget)
     config = make_run(*LOSSY, name="hosts")
-    folder, hold = config.output, hold_of(config.output)
-    hold.touch()
+    folder, hold = config.output, Hold(config.output)
+    hold.on()
     extra = cluster.add_node(num_cpus=3, object_store_memory=MEMORY, resources={"extra": 8})
     meanwhile = Meanwhile(
         folder,
         (8, lambda: kill_one("HeldTarget")),
         (8, lambda: cluster.remove_node(extra, allow_graceful=False)),
-        (8, lambda: wait_until_whole(folder)),
+        (8, lambda: wait_until_whole(folder, hold)),
         (8, lambda: kill_one("DrafterActor")),
         (8, lambda: scale(folder, 1)),
-        (8, lambda: wait_until_whole(folder)),
+        (8, lambda: wait_until_whole(folder, hold)),
         (8, lambda: scale(folder, -1)),
-        (8, hold.unlink),
+        (8, hold.off),
     )
     meanwhile.start()
     result = run(config, cluster)

@@ -48,9 +48,11 @@ class Placement:
 
 
 def require_ray() -> None:
-    """Raises UserError where Ray is not installed."""
+    """Raises UserError where Ray is not installed; else says what Ray reads when it is imported."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed", where=OPTION, mend="pip install 'draftline[cluster]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 @contextmanager
@@ -66,8 +68,6 @@ def connected(address: str, *, store_bytes: int, cpus: int) -> Iterator[str]:
         UserError: Ray is missing, or there is no cluster.
     """
     require_ray()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():
@@ -93,15 +93,26 @@ def _signals_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def find_cluster(address: str) -> str:
+    """HOST:PORT of the cluster that `address` means, where something answers; `local`: one is to be started here.
+
+    Raises:
+        UserError: it is no address, or nobody is there.
+    """
+    asked = os.environ.get("RAY_ADDRESS", "").strip() or AUTO if address == AUTO else address
+    found = _cluster_of_this_host() if asked == AUTO else asked
+    if found != LOCAL:
+        _require_listener(found)
+    return found
+
+
 def _connect(address: str, store_bytes: int, cpus: int) -> None:
     import ray
 
-    asked = os.environ.get("RAY_ADDRESS", "").strip() or AUTO if address == AUTO else address
-    found = _cluster_of_this_host() if asked == AUTO else asked
+    found = find_cluster(address)
     if found == LOCAL:
         _start_here(max(int(store_bytes / STORE_SHARE), LEAST_STORE_BYTES), cpus)
         return
-    _require_listener(found)
     try:
         ray.init(address=found, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

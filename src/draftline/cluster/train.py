@@ -1,7 +1,7 @@
 """`draftline train --cluster`: from a configuration to a finished run over several hosts.
 
-Everything that can be wrong is found in this order, each with one line and nothing left behind: configuration, Ray,
-cluster, room for the workers, versions and files on their hosts, object stores, targets, run folder.
+Everything that can be wrong is found in this order, each with one line and nothing left behind: Ray, whether a cluster
+answers, configuration, room for the workers, versions and files on their hosts, object stores, targets, run folder.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftline.config.drafter_spec import DrafterSpec, LayerType
 from draftline.drafter.attention import Attend, Kernels, KeyValue, Rope, masked_attention
@@ -73,6 +71,9 @@ def rope_frequencies(spec: DrafterSpec) -> tuple[torch.Tensor, float]:
     if rope_type == "default":
         exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    from transformers import Qwen3Config  # seconds of a processor, for most processes of a run in vain
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if rope_type in LENGTH_DEPENDENT_ROPE or rope_type not in ROPE_INIT_FUNCTIONS:
         raise UserError(f"RoPE type '{rope_type}' is not possible in a drafter", where="rope_parameters")
     config = Qwen3Config(

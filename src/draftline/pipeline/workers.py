@@ -9,7 +9,6 @@ import torch
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ObjectiveConfig, RunConfig
-from draftline.drafter.compile_cache import compiled_kernels, process_cache
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
@@ -113,6 +112,8 @@ def warm_drafters(workers: Sequence[DrafterWorker]) -> None:
     for worker in workers:
         device = worker.replica.optimizer.device
         if device.type == "cuda":
+            from draftline.drafter.compile_cache import process_cache  # loads torch's compiler
+
             process_cache().device(str(device)).warm(worker.step.warm_up)
             torch.cuda.synchronize(device)
 
@@ -152,6 +153,8 @@ def _make_drafter(
     module.load_state_dict(weights)
     module.to(device=device, dtype=dtype)
     if device.type == "cuda" and plan.config.pipeline.compile:
+        from draftline.drafter.compile_cache import compiled_kernels, process_cache  # loads torch's compiler
+
         module.kernels = compiled_kernels(process_cache().device(str(device)), layers=True)
     unreached = without_loss(module, plan.config.objective)
     optimizer = MasterOptimizer(module, plan.config.optimizer, without_loss=unreached)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 _PROMPT, _BLOCK = 16, 6
 # Both forms round differently, in 16 bits by some percent of the logits' spread. A lost state is no rounding.
@@ -30,6 +29,8 @@ def carries_state(model: Any, vocab_size: int, device: torch.device) -> bool:
 
 def _behind_prompt(model: Any, ids_N: torch.Tensor, size: int) -> torch.Tensor:
     """Logits [_BLOCK, V] of the tokens behind the prompt, `size` a forward."""
+    from transformers import DynamicCache
+
     cache, found, start = DynamicCache(config=model.config), [], 0
     for chunk_N in (ids_N[:_PROMPT], *ids_N[_PROMPT:].split(size)):
         positions_N = torch.arange(start, start + len(chunk_N), device=ids_N.device)
