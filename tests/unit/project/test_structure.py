@@ -95,6 +95,15 @@ def test_help_never_imports_torch(arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["pipeline.coordinator", "pipeline.workers", "cluster.seat"])
+def test_only_what_loads_a_target_imports_its_modelling_code(module):
+    """Seconds of a processor for each process, and processes of drafters need none of it."""
+    code = f"import sys, draftline.{module}\n"
+    code += "sys.exit(', '.join(m for m in ('transformers', 'torch._dynamo') if m in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_config_and_core_import_no_torch():
     for folder in ("config", "pipeline/core"):
         for path in (SOURCE / folder).rglob("*.py"):
