@@ -1,4 +1,4 @@
-"""The browser of the tests of pages."""
+"""The browser of the tests of pages, and the order of the files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 from browser_kit import BROWSER, launched
+
+LONGEST = ("test_serve_transformers.py", "test_decode_dflash.py", "test_tracker_services.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes begin, so that of two workers none has nothing to do at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="module")

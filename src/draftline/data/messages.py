@@ -32,8 +32,11 @@ class BadRowError(ValueError):
     """A row that cannot be used. `reason` is a short fixed word that rows are counted by."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+        super().__init__(reason, detail)  # both, so that it can be handed to another process
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 @dataclass(frozen=True, slots=True)

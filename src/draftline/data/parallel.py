@@ -154,9 +154,10 @@ def _serve(spec: WorkSpec, pipe: Connection) -> None:
 
 
 def _take_chunks(pipe: Connection, chunks: queue.Queue[Chunk | None]) -> None:
-    while True:
-        try:
+    try:
+        while True:
             chunks.put(pipe.recv())
-        except (EOFError, OSError):
-            chunks.put(None)
-            return
+    except (EOFError, OSError):
+        return  # nobody hands over any more
+    finally:
+        chunks.put(None)  # however this ends: nobody waits for a chunk that never comes

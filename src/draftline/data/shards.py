@@ -8,6 +8,7 @@ the pages of the samples asked for, and is safe from several threads.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -145,7 +146,8 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._sink is not None:
-            self._sink.close()
+            with suppress(OSError):  # a full disk takes no last bytes either, and what is here goes away
+                self._sink.close()
         self._staging.__exit__(kind, error, trace)
 
     def add(

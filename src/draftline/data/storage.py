@@ -53,14 +53,21 @@ def sync_file(path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a small text file as a whole: temporary name, fsync, rename, fsync of the folder."""
+    """Replace a small text file as a whole: temporary name, fsync, rename, fsync of the folder.
+
+    Raises:
+        UserError: it cannot be written; then the file is as it was, and nothing lies beside it.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     with disk_errors(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         sync_file(path.parent)
 
 
