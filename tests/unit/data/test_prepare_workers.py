@@ -14,10 +14,12 @@ import data_kit as kit
 import pytest
 
 from draftline.config.schema import TargetConfig
-from draftline.data import parallel
+from draftline.data import conversations, parallel
 from draftline.data import prepare as module
+from draftline.data.parallel import row_workers
 from draftline.data.prepare import PrepareReport, prepare
 from draftline.data.template import ChatTemplate
+from draftline.data.work import Chunk, WorkSpec
 from draftline.errors import RunFailedError, UserError
 
 TARGET = TargetConfig(model="tiny")
@@ -75,6 +77,31 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_nothing(
     with pytest.raises(RunFailedError, match=r"prepare-0: a process was killed by SIGKILL; nothing was written"):
         run(tmp_path, "out", rows(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_a_row_that_is_too_long_is_counted_alike_by_any_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_LINE_BYTES", 1000)
+    content = [*rows()[:20], {"messages": kit.talk("x" * 2000, "yes")}]
+    for n in (1, 2):
+        report = run(tmp_path, f"w{n}", content, n, skip_bad_rows=True)
+        assert report.rejected_by_reason["line too long"] == 1 and report.in_rows == 21
+        assert report.first_bad is not None and "in.jsonl:21: the line is longer than 1000 bytes" in report.first_bad
+    assert tree(tmp_path / "w1") == tree(tmp_path / "w2")
+
+
+class Unreadable:
+    """Cannot be read back from a pipe."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return int, ("no number",)
+
+
+def test_a_chunk_that_a_worker_cannot_read_ends_the_run_and_is_not_waited_for() -> None:
+    spec = WorkSpec(ChatTemplate(kit.tokenizer_with(kit.CHATML)), 100, "all")
+    with pytest.raises(RunFailedError, match="prepare-0: a process ended with"), row_workers(spec, 2) as work:
+        list(work([Chunk(0, [(1, Unreadable())])]))
 
 
 ENDLESS = """

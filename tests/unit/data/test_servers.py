@@ -138,6 +138,14 @@ def test_a_server_that_lists_its_model_but_never_answers_costs_no_prompt_more_th
     assert len(broken.asked) > 3 and set(broken.asked.values()) == {1}
 
 
+def test_only_answers_that_were_written_are_told_as_a_servers_answers(tmp_path: Path, target: TargetConfig) -> None:
+    source = prompts(tmp_path, 20)
+    with FakeServer(lambda text, seen: "ids of another") as wrong, FakeServer() as good:
+        report = run(source, target, options(wrong, good))
+    assert exactly_once(source, report, 20) and report.rejected == 0 and wrong.asked.total() > 0
+    assert [server["answers"] for server in manifest(source)["result"]["servers"]] == [0, 20]
+
+
 def test_a_server_that_goes_away_is_taken_out_and_works_again_when_it_is_back(
     tmp_path: Path, target: TargetConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:

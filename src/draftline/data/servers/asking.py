@@ -211,6 +211,7 @@ class Askers:
             return fault
         finally:
             self._pool.release(server)
+        server.n_answers += 1
         self.report.count(row)
         self._outbox.answer(row)
         return None

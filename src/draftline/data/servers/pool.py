@@ -34,7 +34,7 @@ class Server:
         outages: times taken out since the last answer.
         era: counts up each time it is taken out.
         rest_until: event-loop time before which it asked to be left alone.
-        n_answers, n_faults, n_outages: totals.
+        n_answers, n_faults, n_outages: totals; only answers that became rows count.
     """
 
     client: ServerClient
@@ -114,8 +114,7 @@ class ServerPool:
         self._wake()
 
     def answered(self, server: Server) -> None:
-        """A usable reply came."""
-        server.n_answers += 1
+        """A reply came that has an answer's form; what is in it is still to be proven."""
         server.strikes = server.outages = server.pauses = 0
         self._since = _now()
 
