@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +15,7 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "draftline-dataset"
 LOW_LABEL_SHARE = 0.75  # below it the answers are hardly the target's
+Count = Annotated[int, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -24,9 +25,9 @@ class _Record(BaseModel):
 class ShardRecord(_Record):
     """One Arrow IPC file of the data set."""
 
-    name: str
-    n_samples: int
-    n_bytes: int
+    name: str = Field(pattern=r"^shard-[0-9]+\.arrow$")
+    n_samples: Count
+    n_bytes: Count
     sha256: str
 
 
@@ -39,20 +40,20 @@ class SourceRecord(_Record):
     """
 
     name: str
-    in_rows: int
+    in_rows: Count
     sha256: str | None = None
     weight: float | None = None
-    n_samples: int | None = None
+    n_samples: Count | None = None
 
 
 class Spread(_Record):
     """How a number is spread over the samples (nearest rank)."""
 
-    min: int
-    median: int
-    p90: int
-    p99: int
-    max: int
+    min: Count
+    median: Count
+    p90: Count
+    p99: Count
+    max: Count
 
 
 class DatasetStatistics(_Record):
@@ -67,8 +68,8 @@ class DatasetStatistics(_Record):
     tokens: Spread
     prompt_tokens: Spread
     supervised_tokens: Spread
-    n_turns: int
-    categories: dict[str, int] = Field(default_factory=dict)
+    n_turns: Count
+    categories: dict[str, Count] = Field(default_factory=dict)
 
 
 class Decontamination(_Record):
@@ -123,12 +124,12 @@ class DatasetFacts(_Record):
     max_tokens: int = Field(ge=1)
     turns: Literal["all", "last"] = "all"
     sources: tuple[SourceRecord, ...] = ()
-    in_rows: int = 0
-    rejected: dict[str, int] = Field(default_factory=dict)
-    n_answer_cut: int = 0
-    n_turns_left_out: int = 0
+    in_rows: Count = 0
+    rejected: dict[str, Count] = Field(default_factory=dict)
+    n_answer_cut: Count = 0
+    n_turns_left_out: Count = 0
     part: Literal["all", "train", "validation"] = "all"
-    validation_fraction: float = 0.0
+    validation_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     seed: int = 0
     max_prompt_tokens: int | None = None
     min_supervised_tokens: int = 0
@@ -141,9 +142,9 @@ class DatasetManifest(DatasetFacts):
 
     format: Literal["draftline-dataset"] = "draftline-dataset"
     schema_version: Literal[1] = 1
-    n_samples: int
-    n_tokens: int
-    n_supervised: int
+    n_samples: Count
+    n_tokens: Count
+    n_supervised: Count
     shards: tuple[ShardRecord, ...]
     label_check: LabelCheck | None = None
 

@@ -109,6 +109,9 @@ def tear_manifest(folder: Path) -> None:
         (edit(schema_version="x"), "unknown schema version 'x'"),
         (edit(n_tokens=1), "the shards do not hold what the manifest says"),
         (edit(n_tokens="many"), "n_tokens: "),
+        (edit(in_rows=-1), "in_rows: Input should be greater than or equal to 0"),
+        (edit(rejected={"duplicate": -1}), "rejected.duplicate: Input should be greater than or equal to 0"),
+        (edit(shards=[{"name": "a\nb", "n_samples": 1, "n_bytes": 1, "sha256": ""}]), "shards.0.name: String should"),
         (edit(n_samples=0), "the data set has no samples"),
     ],
 )
