@@ -21,7 +21,7 @@ def train(run: RunConfig, address: str, *, dry_run: bool, resume: bool) -> None:
 
     require_ray()
     if not dry_run:
-        find_cluster(address)  # said at once, not behind the seconds that a plan takes
+        address = find_cluster(address)  # what is wrong with it is said at once, not behind the seconds of a plan
     plan = cluster_plan(run)
     if dry_run:
         check_run_folder(plan, resume=resume)

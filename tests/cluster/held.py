@@ -5,7 +5,6 @@ As a script it is `draftline` with such targets; Ray's workers, which do not see
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -60,7 +59,6 @@ class HeldTarget(TargetActor):
 
 
 if __name__ == "__main__":
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     sys.argv[0] = "draftline"
     crew.TargetActor = HeldTarget  # type: ignore[misc]
     main()

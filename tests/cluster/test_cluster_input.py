@@ -75,8 +75,9 @@ def test_the_note_of_a_cluster_that_is_gone_is_passed_over_unless_ray_runs_here_
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     assert joining._cluster_of_this_host() == "local"
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
-    assert joining._cluster_of_this_host() == "local"
+    for note in ("", "half", "127.0.0.1:9"):
+        (tmp_path / "ray" / "ray_current_cluster").write_text(note)
+        assert joining._cluster_of_this_host() == "local"
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: {"127.0.0.1:9"})
     assert re.search(r"no Ray cluster at \S+:9 \(Connection refused\)", refused_address("auto"))
 

@@ -100,10 +100,11 @@ def find_cluster(address: str) -> str:
         UserError: it is no address, or nobody is there.
     """
     asked = os.environ.get("RAY_ADDRESS", "").strip() or AUTO if address == AUTO else address
-    found = _cluster_of_this_host() if asked == AUTO else asked
-    if found != LOCAL:
-        _require_listener(found)
-    return found
+    if asked == AUTO:
+        return _cluster_of_this_host()
+    if asked != LOCAL:
+        _require_listener(asked)
+    return asked
 
 
 def _connect(address: str, store_bytes: int, cpus: int) -> None:
@@ -123,20 +124,23 @@ def _cluster_of_this_host() -> str:
     """Address of the cluster that Ray runs for on this host, or noted as the last one; `local` if there is none.
 
     The note outlives a cluster that was killed, and Ray itself would wait for that one without end.
+
+    Raises:
+        UserError: Ray runs here for a cluster that does not answer.
     """
     from ray._private import services
 
     try:
-        noted = services.canonicalize_bootstrap_address(AUTO)
-    except ConnectionError:
+        noted = str(services.canonicalize_bootstrap_address(AUTO))
+    except (ConnectionError, ValueError):  # there is none, or the note is no address
         return LOCAL
-    if noted is None or services.find_gcs_addresses():
-        return noted or LOCAL
     try:
         _require_listener(noted)
     except UserError:
+        if services.find_gcs_addresses():
+            raise
         return LOCAL
-    return str(noted)
+    return noted
 
 
 def _start_here(store_bytes: int, cpus: int) -> None:
