@@ -142,7 +142,10 @@ def measure_all(setup: Setup, parts: Parts, arguments: argparse.Namespace) -> di
     """All parts asked for, as far as time allows."""
     wanted = arguments.parts.split(",")
     found: dict[str, Any] = {"runs": []}
-    alone = found["single"] = parts.done("single", lambda: single(setup, arguments.single_rows))
+    alone = None
+    if wanted != ["stop"] or ("plan" in arguments.splits.split(",") and len(setup.devices) > 2):
+        alone = parts.done("single", lambda: single(setup, arguments.single_rows))
+    found["single"] = alone
     splits = chosen_splits(setup, arguments.splits, alone)
     schemes = ("shared", "partitioned") if arguments.scheme == "both" else (arguments.scheme,)
     for targets, drafters in splits if "run" in wanted else ():

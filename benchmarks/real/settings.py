@@ -66,7 +66,7 @@ class Settings:
     peer_samples: int = 8
     peer_anchors: int = 64
     peer_tokens: int = 512
-    long_s: float = 240.0
+    long_s: float = 200.0
     long_marks: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0)
     more_answers: int = 6
     more_gsm8k: int = 1
