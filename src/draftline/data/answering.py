@@ -25,6 +25,7 @@ from transformers import (
 from draftline.data.sampling import Prompt, Sampling, prompt_seed_bytes
 from draftline.errors import UserError
 from draftline.target.grouped import grouped_attention
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -101,6 +102,7 @@ def batches_of(prompts: Sequence[Prompt], batch_size: int, *, same_length: bool)
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def _generate(target: LoadedTarget, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling) -> list[Answer]:
     stops = sorted(target.stop_token_ids)
     pad = stops[0] if stops else 0

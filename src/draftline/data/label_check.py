@@ -18,6 +18,7 @@ from draftline.data.shards import Sample, TokenDataset
 from draftline.data.storage import write_text_atomic
 from draftline.errors import UserError
 from draftline.target.selftest import head_logits
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -54,6 +55,7 @@ def check_labels(path: Path, target: LoadedTarget, *, n_samples: int, seed: int 
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def own_labels(target: LoadedTarget, sample: Sample) -> tuple[int, int]:
     """Labels that are the argmax of the target's logits one position before, and all labels of the sample."""
     ids_T = torch.from_numpy(sample.input_ids.astype(np.int64)).to(target.device)

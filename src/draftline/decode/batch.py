@@ -26,6 +26,7 @@ from draftline.decode.memory import free_bytes
 from draftline.decode.steps import Draft, DraftModel, Extend, Forwarded, Prefill, Request, Steps, Tokens, Verified
 from draftline.decode.target_session import require_masks, slices_logits, tapped
 from draftline.errors import UserError
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -238,6 +239,7 @@ class _Seat:
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def decode_together(
     batch: BatchedTarget,
     openers: Sequence[Callable[[RowSession], Steps]],

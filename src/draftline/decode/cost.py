@@ -19,6 +19,7 @@ from draftline.decode.target_session import TargetSession
 from draftline.decode.tree import DraftTree, Marginals
 from draftline.decode.tree_generate import tree_inputs
 from draftline.drafter.selector import PathScores
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
@@ -34,6 +35,7 @@ def default_budgets(device: torch.device) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def measure_cost_curve(
     target: LoadedTarget,
     drafter: DraftModel,

@@ -17,6 +17,7 @@ import torch
 
 from draftline.decode.generation import Generation, Recorder, check_context
 from draftline.decode.sampling import GREEDY, Sampling
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.drafter.selector import PathScores
@@ -256,6 +257,7 @@ def verified(forwarded: Forwarded, ids_N: torch.Tensor, *, greedy: bool) -> Veri
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def run_steps(session: SoloSession, steps: Steps) -> Generation:
     """Answers each request at once: one prompt, one forward at a time."""
     reply: Any = None

@@ -16,12 +16,14 @@ from draftline.decode.generation import Generation, Recorder
 from draftline.decode.path_tree import block_marginals
 from draftline.decode.steps import DraftModel, RoundContext
 from draftline.decode.target_session import TargetSession
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
 
 @torch.inference_mode()
+@no_shape_plans()
 def tree_replay(
     target: LoadedTarget,
     drafter: DraftModel,

@@ -19,11 +19,13 @@ from draftline.decode.steps import Drafted, DraftModel, RoundContext
 from draftline.decode.target_session import TargetSession
 from draftline.decode.tree import DraftTree
 from draftline.evaluate.report import TreeRounds
+from draftline.target.shape_plans import no_shape_plans
 
 if TYPE_CHECKING:
     from draftline.target.load import LoadedTarget
 
 
+@no_shape_plans()
 def tree_rounds(
     target: LoadedTarget,
     name: str,
