@@ -161,7 +161,10 @@ class Experiment:
             return
         n_rows, cost_s = int(scored["plain"]["steps"]), self._settings.ablation_s + WALK_S
         self._part("pipeline", lambda: pipeline_run(self._lab, rate, n_rows), 2 * cost_s)
-        for kind, drafters in (("average", 1), *((k, d) for d in (2, 3) for k in ("average", "copy", "gradient"))):
+        for kind, drafters in (
+            ("average", 1),
+            *((k, d) for d in (2, 3) for k in ("average", "often", "copy", "gradient")),
+        ):
             self._replicas(kind, drafters, rate, n_rows, cost_s + 2.0 * drafters)
 
     def _replicas(self, kind: str, drafters: int, rate: float, n_rows: int, cost_s: float) -> None:

@@ -100,7 +100,8 @@ class Lab:
     @functools.cached_property
     def scorer(self) -> Scorer:
         kept = {name: Kept(self.samples[name], self.rows[name]) for name in (*KEPT_SETS, "dev")}
-        return Scorer(self.target, kept, self.settings, self.files.folder)
+        capture = functools.partial(self._capture, self._make_capture())
+        return Scorer(self.target, kept, capture, self.settings, self.files.folder)
 
     def trainer(self, variant: Variant, peak_rate: float) -> OurTrainer:
         """A recipe on the training rows."""

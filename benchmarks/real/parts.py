@@ -104,7 +104,7 @@ def decode_all(lab: Lab, spec: DrafterSpec, course: Course, budgets: Sequence[in
     drafter = lab.scorer.exported(spec, course.snapshots[-1].weights)
     found: Figures = {name: {} for name in KEPT_SETS}
     for budget in budgets:
-        for name, figures in lab.scorer.decode(drafter, _limits(lab), budget).items():
+        for name, figures in lab.scorer.decode(drafter, _limits(lab), budget, walk_again=True).items():
             found[name]["chain" if budget is None else f"tree@{budget}"] = figures
     return found
 

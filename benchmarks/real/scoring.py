@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ObjectiveConfig, ValidationConfig
 from draftline.data.shards import Sample
@@ -70,11 +72,20 @@ class Scorer:
     """Scores drafters on kept sets.
 
     Args:
+        capture: states of samples, as rows.
         folder: for exports.
     """
 
-    def __init__(self, target: LoadedTarget, kept: dict[str, Kept], settings: Settings, folder: Path) -> None:
-        self._target, self._kept, self._settings, self._folder = target, kept, settings, folder
+    def __init__(
+        self,
+        target: LoadedTarget,
+        kept: dict[str, Kept],
+        capture: Callable[[list[Sample]], list[HiddenStateRow]],
+        settings: Settings,
+        folder: Path,
+    ) -> None:
+        self._target, self._kept, self._capture = target, kept, capture
+        self._settings, self._folder = settings, folder
 
     def walk(
         self,
@@ -148,14 +159,18 @@ class Scorer:
         shutil.rmtree(folder, ignore_errors=True)
         return load_export(export_zlab(drafter, folder), self._target.device, compute_dtype(self._target.device))
 
-    def decode(self, drafter: Drafter, limits: Mapping[str, int], budget: int | None = None) -> Figures:
+    def decode(
+        self, drafter: Drafter, limits: Mapping[str, int], budget: int | None = None, *, walk_again: bool = False
+    ) -> Figures:
         """Real greedy decoding of the first prompts of some sets, all together: the chain, or trees of `budget` drafts.
 
         Args:
             limits: how many prompts of each set.
+            walk_again: walk along the decoded texts, too: they are not always the kept answers, for bf16 breaks ties
+                differently in batches of other sizes.
 
         Returns:
-            Figures by set; `decode_s` is of all together.
+            Figures by set; `decode_s` is of all together, `walked_along_it` the acceptance length of the walk.
         """
         bound = BoundDrafter(drafter, self._target)
         width = drafter.spec.block_size if budget is None else budget + 1
@@ -169,7 +184,14 @@ class Scorer:
 
             return steps
 
-        return self._decode(bound.taps, opener, limits, width)
+        found, texts = self._decode(bound.taps, opener, limits, width)
+        for name, decoded in texts.items() if walk_again else ():
+            samples = [sample for sample in decoded if sample.loss_mask.sum() > 1]  # one token takes no round
+            kept = Kept(samples, self._capture(samples))
+            step = self._step(drafter.spec, dict(drafter.state_dict()), () if budget is None else (budget,))
+            sums = self._walk_set(step, kept, None)  # the last method is the one that was decoded
+            found[name]["walked_along_it"] = pooled([PromptCounts(s.tokens[-1], s.rounds[-1]) for s in sums])
+        return found
 
     def decode_lookup(self, limits: Mapping[str, int]) -> Figures:
         """Real decoding by prompt lookup, as `decode`."""
@@ -178,7 +200,7 @@ class Scorer:
             source = LookupSource(LOOKUP_BLOCK, LOOKUP_NGRAM)
             return lambda session: linear_steps(session, source, self._task(sample))
 
-        return self._decode((), opener, limits, LOOKUP_BLOCK)
+        return self._decode((), opener, limits, LOOKUP_BLOCK)[0]
 
     def walk_lookup(self, name: str) -> Figures:
         """Prompt lookup along the kept answers."""
@@ -189,7 +211,8 @@ class Scorer:
 
     def _decode(
         self, taps: Sequence[int], opener: Callable[[Sample], Opener], limits: Mapping[str, int], width: int
-    ) -> Figures:
+    ) -> tuple[Figures, dict[str, list[Sample]]]:
+        """Figures and decoded texts by set."""
         chosen = [(name, sample) for name, limit in limits.items() for sample in self._kept[name].samples[:limit]]
         longest = max(len(split_sample(sample)[0]) for _, sample in chosen)
         rows = max(1, min(len(chosen), _NODES_AT_ONCE // width))
@@ -198,11 +221,13 @@ class Scorer:
         generations = decode_together(batch, [opener(sample) for _, sample in chosen])
         synchronize(self._target.device)
         decode_s, found = time.perf_counter() - begin, {}
+        texts: dict[str, list[Sample]] = {}
         for name in limits:
             own = [(g, s) for g, (set_name, s) in zip(generations, chosen, strict=True) if set_name == name]
             same = sum(generation.output_ids == split_sample(sample)[1] for generation, sample in own)
             found[name] = counted([_counts(g) for g, _ in own]) | {"decode_s": decode_s, "texts_as_answered": same}
-        return found
+            texts[name] = [with_answer(sample, generation.output_ids) for generation, sample in own]
+        return found, texts
 
 
 def split_sample(sample: Sample) -> tuple[list[int], list[int]]:
@@ -210,6 +235,13 @@ def split_sample(sample: Sample) -> tuple[list[int], list[int]]:
     first = int(sample.loss_mask.argmax())
     ids = sample.input_ids.tolist()
     return ids[:first], ids[first:]
+
+
+def with_answer(sample: Sample, answer_ids: Sequence[int]) -> Sample:
+    """The sample's prompt with another answer."""
+    prompt = split_sample(sample)[0]
+    ids = np.array([*prompt, *answer_ids], np.int32)
+    return replace(sample, input_ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt))
 
 
 def _counts(generation: Generation) -> PromptCounts:

@@ -33,9 +33,10 @@ from training import SCHEDULE, OurTrainer, compute_dtype, synchronize, warmed_s
 from variants import PLAIN
 
 Figures = dict[str, Any]
-EVERY_ROWS = {"average": 50, "copy": 100}
+EVERY_ROWS = {"average": 50, "often": 10, "copy": 100}
 SYNCS: dict[str, SyncConfig] = {
     "average": AverageSync(every_rows=EVERY_ROWS["average"]),
+    "often": AverageSync(every_rows=EVERY_ROWS["often"]),
     "copy": CopySync(every_rows=EVERY_ROWS["copy"]),
     "gradient": GradientSync(),
 }

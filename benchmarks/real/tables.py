@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from draftline.evaluate.stats import Difference, PromptCounts, paired_difference
@@ -16,6 +17,12 @@ MAINS = (
     ("recommended", "recommended recipe"),
 )
 SETS = ("gsm8k", "arena", "general")
+SYNCS = {
+    "average": "average every 50 rows",
+    "often": "average every 10 rows",
+    "copy": "copy every 100 rows",
+    "gradient": "one gradient a step",
+}
 
 
 def table(head: Sequence[str], rows: Rows) -> list[str]:
@@ -171,7 +178,7 @@ def several_table(parts: Figures) -> list[str]:
     rows = []
     for part in (p for n, p in parts.items() if n.startswith("sync-")):
         cells = [tau(figures) for figures in part["walked"]["gsm8k"].values()]
-        line = [str(part["drafters"]), part["sync"], str(part["rows"]), str(part["meetings"])]
+        line = [str(part["drafters"]), SYNCS[part["sync"]], str(part["rows"]), str(part["meetings"])]
         rows.append([*line, f"{part['training_s']:.1f}", *cells])
     head = ["drafters", "sync", "rows in all", "meetings", "s on one GPU", "chain", "tree"]
     return table(head, rows) if rows else ["Not measured yet."]
@@ -211,28 +218,55 @@ def _pooled(counts: Sequence[PromptCounts]) -> str:
     return f"{sum(c.tokens for c in counts) / rounds:.2f}" if rounds else ""
 
 
-def estimate_rows(parts: Figures) -> list[tuple[str, str, float, float]]:
-    """(run, method, walked, decoded) on the same prompts: those that were decoded."""
+@dataclass(frozen=True)
+class Estimate:
+    """Acceptance lengths of one method on the prompts that were decoded.
+
+    Attributes:
+        walked: along the answers that the target gave before.
+        along_it: along the decoded texts; None where that was not measured.
+    """
+
+    run: str
+    method: str
+    walked: float
+    along_it: float | None
+    decoded: float
+
+    @property
+    def off(self) -> float:
+        """Relative error of the walk, along the same text where it was walked."""
+        return (self.along_it or self.walked) / self.decoded - 1
+
+
+def estimates(parts: Figures) -> list[Estimate]:
+    """Of all runs whose export was decoded for real."""
+    runs = [*((f"main-{name}", words) for name, words in MAINS), ("long-recommended", "long run")]
     found = []
-    for name, words in MAINS:
-        main = parts.get(f"main-{name}")
-        for set_name, methods in (main or {}).get("decoded", {}).items():
+    for part_name, words in runs:
+        part = parts.get(part_name, {})
+        for set_name, methods in part.get("decoded", {}).items():
             for method, decoded in methods.items():
-                walked = counts_of(main["walked"][set_name][method])[: decoded["prompts"]]
-                rounds = sum(c.rounds for c in walked)
-                if rounds and decoded["acceptance_length"]:
+                walked = counts_of(part["walked"][set_name][method])[: decoded["prompts"]]
+                rounds, real = sum(c.rounds for c in walked), decoded["acceptance_length"]
+                if rounds and real:
                     value = sum(c.tokens for c in walked) / rounds
-                    found.append((f"{words}, {set_name}", method, value, decoded["acceptance_length"]))
+                    found.append(Estimate(f"{words}, {set_name}", method, value, decoded.get("walked_along_it"), real))
     return found
 
 
 def estimate_table(parts: Figures) -> list[str]:
     """Training-time acceptance beside real decoding."""
     rows = [
-        [words, method, f"{walked:.3f}", f"{decoded:.3f}", f"{100 * (walked / decoded - 1):+.1f} %"]
-        for words, method, walked, decoded in estimate_rows(parts)
+        [
+            e.run,
+            e.method,
+            *(f"{x:.3f}" if x else "" for x in (e.walked, e.along_it, e.decoded)),
+            f"{100 * e.off:+.1f} %",
+        ]
+        for e in estimates(parts)
     ]
-    return table(["", "method", "walked", "decoded", "difference"], rows)
+    return table(["", "method", "walked", "walked along the decoded text", "decoded", "difference"], rows)
 
 
 def verdicts(parts: Figures) -> list[str]:
@@ -256,7 +290,7 @@ def verdicts(parts: Figures) -> list[str]:
         lines.append(
             f"- Chain above prompt lookup on: {', '.join(beaten) or 'no set'} (asked: all of {', '.join(SETS)})."
         )
-    worst = max((abs(w / d - 1) for _, _, w, d in estimate_rows(parts)), default=None)
+    worst = max((abs(e.off) for e in estimates(parts)), default=None)
     if worst is not None:
         lines.append(f"- Largest difference between walked and decoded: {100 * worst:.1f} % (asked: 5 %).")
     return lines or ["Not measured yet."]

@@ -286,3 +286,22 @@ def test_the_plots_are_small_and_the_same_again(real, tmp_path):
 def test_samples_are_split_into_what_was_asked_and_answered(real):
     sample = Sample("s", np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]))
     assert real.scoring.split_sample(sample) == ([5, 6], [7, 8])
+
+
+def test_a_decoded_text_takes_the_place_of_the_kept_answer(real):
+    kept = Sample("one", np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]))
+    sample = real.scoring.with_answer(kept, [9, 3, 4])
+    assert sample.input_ids.tolist() == [5, 6, 9, 3, 4]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True]
+    assert real.scoring.split_sample(sample) == ([5, 6], [9, 3, 4])
+
+
+def test_an_estimate_is_judged_on_the_text_that_was_decoded_where_it_was_walked(real):
+    walked = {"chain": {"acceptance_length": 2.0, "tokens": [4, 40], "rounds": [2, 20]}}
+    decoded = {"acceptance_length": 2.5, "prompts": 1}
+    part = {"walked": {"gsm8k": walked}, "decoded": {"gsm8k": {"chain": decoded}}}
+    (old,) = real.tables.estimates({"main-ddtree": part})
+    assert (old.walked, old.along_it, round(old.off, 3)) == (2.0, None, -0.2)
+    decoded["walked_along_it"] = 2.45
+    (new,) = real.tables.estimates({"long-recommended": part})
+    assert round(new.off, 3) == -0.02 and "2.450" in real.tables.estimate_table({"long-recommended": part})[-1]
