@@ -44,6 +44,7 @@ from draftline.evaluate.command import find_drafter
 from draftline.target.backend import masked_attention
 from draftline.target.facts import facts_from_hf
 from draftline.target.load import LoadedTarget, load_target, wrap_model
+from draftline.target.shape_plans import no_shape_plans
 from measure import environment
 
 BIG = Qwen3Config(
@@ -142,6 +143,7 @@ def verify_inputs(target: LoadedTarget, block_size: int, budgets: Sequence[int])
     return Trees(inputs)
 
 
+@no_shape_plans()
 def measure_context(
     target: LoadedTarget,
     bound: BoundDrafter,

@@ -18,7 +18,7 @@ import argparse
 import gc
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,9 +298,11 @@ def our_forms(objective: ObjectiveConfig, fp8: bool) -> dict[str, tuple[Objectiv
     return forms
 
 
-def against_peer(inputs: Inputs, rounds: int, ceiling: float, fp8: bool) -> dict[str, Any]:
+def against_peer(inputs: Inputs, rounds: int, ceiling: float, fp8: bool, timed: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, with_optimizer, run in (("step", False, compare), ("train", True, one_by_one)):
+        if part not in timed:
+            continue
         sides: dict[str, Callable[[], Any]] = {}
         if has_specforge():
             sides["specforge"] = lambda opt=with_optimizer: SpecForgeSide(inputs, with_optimizer=opt)
@@ -357,6 +359,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default="small,q8,q27,ingredients", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-fp8", action="store_true")
+    parser.add_argument("--timed", default="step,train", help="step (no optimizer), train (with it), or both")
     return parser.parse_args()
 
 
@@ -374,7 +377,9 @@ def main() -> None:
             report[part] = ingredients(big, big.anchors // 2, big.block_size // 2, device, arguments.rounds)
         else:
             inputs = Inputs(shapes[part], device, dtype)
-            report[part] = {"shape": asdict(inputs.shape)} | against_peer(inputs, arguments.rounds, ceiling, fp8)
+            report[part] = {"shape": asdict(inputs.shape)} | against_peer(
+                inputs, arguments.rounds, ceiling, fp8, arguments.timed.split(",")
+            )
             del inputs
             hold(device)
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
