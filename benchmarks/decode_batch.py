@@ -96,14 +96,14 @@ def make_bench(device: torch.device, n_prompts: int, new_tokens: int, *, tiny: b
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     target = random_target(LlamaConfig(**(TINY if tiny else SHAPE)), device, dtype)
     spec = build_spec(
-        DrafterConfig(num_layers=2 if tiny else 5, block_size=BLOCK_SIZE, mask_token_id=1, taps=(0,) if tiny else None),
+        DrafterConfig(num_layers=2 if tiny else 5, block_size=BLOCK_SIZE, mask_token_id=3, taps=(0,) if tiny else None),
         target.facts,
     )
     with torch.device(device):
         drafter = Drafter(spec).to(device=device, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(40, 121, (n_prompts,), generator=generator).tolist()
-    prompts = [torch.randint(2, 512, (size,), generator=generator).tolist() for size in sizes]
+    prompts = [torch.randint(4, 512, (size,), generator=generator).tolist() for size in sizes]
     return Bench(target, BoundDrafter(drafter, target), prompts, new_tokens)
 
 
