@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 KILLS ?= 200
 CHAOS_JOBS ?= 1
 
-.PHONY: demo demo-short test test-long lint interop cluster-test format simulate chaos docs clean
+.PHONY: demo demo-short test test-long lint interop cluster-test cluster-test-long format simulate chaos docs clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("draftline needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -72,7 +72,11 @@ interop: $(VENV)/.interop $(VENV)/.tools
 
 # Runs over several hosts: raylets of one machine, and network namespaces where they may be made.
 cluster-test: $(VENV)/.cluster
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m "not long"
+
+# What is rarer than the loss of a worker, a host or a link: minutes of starting processes.
+cluster-test-long: $(VENV)/.cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m long
 
 # Random schedules of the pipeline's core, with failures; exits 1 at the first broken promise.
 simulate: $(VENV)/.base

@@ -33,12 +33,18 @@ DEFAULTS = (
 LOSSY = (
     "pipeline.target_devices=[cpu,cpu,cpu]",
     "pipeline.drafter_devices=[cpu,cpu]",
-    "epochs=20",
+    "epochs=12",
     "sync.every_rows=4",
     "checkpoint.every_rounds=3",
     "cluster.strategy=SPREAD",
+    "cluster.drafter_resources={drafters: 1}",  # each host has one, so that no loss of a host is that of all drafters
 )
 TWO_ROUNDS = 18  # rows, with some of a third
+
+
+def node_with(name: str) -> dict[str, Any]:
+    """A node of the test cluster: room for three workers, one of them a drafter of a `LOSSY` run."""
+    return {"num_cpus": 3, "object_store_memory": MEMORY, "resources": {name: 8, "drafters": 1}}
 
 
 def processes(name: str) -> list[psutil.Process]:
@@ -77,14 +83,18 @@ def committed_rows(run: Path) -> int:
         return 0
 
 
-def wait_until_whole(run: Path, hold: Hold, *, limit_s: float = 300.0) -> None:
-    """Every worker that was lost has been replaced, and the new ones take part: two rounds went by since, not held."""
+def wait_until_whole(
+    run: Path, hold: Hold, alive: Callable[[], tuple[int, int]], whole: tuple[int, int], *, limit_s: float = 300.0
+) -> None:
+    """Every worker that was lost has been replaced, and the new ones take part: two rounds went by since, not held.
+
+    Args:
+        alive: numbers of processes of targets and of drafters now; those that were killed are gone already.
+        whole: how many there shall be.
+    """
     deadline = time.monotonic() + limit_s
-    while "failed" not in _states(run):  # the loss is not known yet
-        assert time.monotonic() < deadline, _states(run)
-        time.sleep(0.2)
-    while set(_states(run)) != {"running"}:
-        assert time.monotonic() < deadline, _states(run)
+    while alive() != whole or _states(run) != ["running"] * sum(whole):
+        assert time.monotonic() < deadline, (alive(), _states(run))
         time.sleep(0.2)
     rows = committed_rows(run) + TWO_ROUNDS
     hold.off()

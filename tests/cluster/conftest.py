@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from cluster_kit import DEFAULTS, LOSSY, MEMORY, samples_of
+from cluster_kit import DEFAULTS, LOSSY, node_with, samples_of
 from host_kit import possible
 from ray.cluster_utils import Cluster
 
@@ -28,6 +28,8 @@ RAYLETS = {
     "health_check_failure_threshold": 3,
     "prestart_worker_first_driver": False,  # each costs seconds of a core, and few are needed
 }
+# Of the processes that Ray starts beside each head, those that no test needs.
+LEAN = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 
 
 @pytest.fixture(scope="session")
@@ -58,14 +60,18 @@ def samples_of_threads(
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A head node without room for workers, and three nodes with room for two each. Tests leave it as they found it."""
+def head() -> Iterator[Cluster]:
+    """A cluster of one node with room for three workers. Tests leave it as they found it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    head = {"num_cpus": 0, "object_store_memory": MEMORY, "_system_config": RAYLETS, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    for name in ("first", "second", "third"):
-        made.add_node(num_cpus=2, object_store_memory=MEMORY, resources={name: 8})
+    made = Cluster(initialize_head=True, head_node_args={**node_with("first"), **LEAN, "_system_config": RAYLETS})
     ray.init(address=made.address, namespace=NAMESPACE, log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(head: Cluster) -> Cluster:
+    """The same with a second node."""
+    head.add_node(**node_with("second"))
+    return head

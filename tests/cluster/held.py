@@ -17,23 +17,30 @@ from draftline.cluster import crew
 from draftline.cluster.messages import Card
 from draftline.cluster.workers import TargetActor
 
-PAUSE_S, LOOK_S = 2.0, 0.1
+HELD_S, STEP_S, LOOK_S = 10.0, 0.25, 0.1
 
 
 class Hold:
-    """While it is there, each target of the run waits `PAUSE_S` before each row; without it, not at all."""
+    """How long each target of a run waits before each row: nearly without end while it is on, else a moment, so that a
+    run is not over before a test has looked; not at all once it is let go."""
 
     def __init__(self, run: Path) -> None:
-        self._file = run.with_suffix(".hold")
+        self._held, self._free = run.with_suffix(".held"), run.with_suffix(".free")
 
     def on(self) -> None:
-        self._file.touch()
+        self._held.touch()
 
     def off(self) -> None:
-        self._file.unlink(missing_ok=True)
+        self._held.unlink(missing_ok=True)
 
-    def __bool__(self) -> bool:
-        return self._file.exists()
+    def let_go(self) -> None:
+        self._free.touch()
+
+    @property
+    def pause_s(self) -> float:
+        if self._free.exists():
+            return 0.0
+        return HELD_S if self._held.exists() else STEP_S
 
 
 class HeldCapture:
@@ -43,8 +50,8 @@ class HeldCapture:
         self._capture, self._hold = capture, hold
 
     def capture(self, *arguments: Any) -> Any:
-        until = time.monotonic() + PAUSE_S
-        while time.monotonic() < until and self._hold:
+        begun = time.monotonic()
+        while time.monotonic() - begun < self._hold.pause_s:
             time.sleep(LOOK_S)
         return self._capture.capture(*arguments)
 

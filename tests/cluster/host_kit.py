@@ -100,7 +100,11 @@ class Hosts:
         return ["ip", "netns", "exec", self.name(number), *words]
 
     def start_ray(self, number: int, *options: str) -> None:
-        where = ["--head", f"--port={PORT}", "--include-dashboard=false"] if number == 0 else [f"--address={self.head}"]
+        where = (
+            ["--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor"]
+            if number == 0
+            else [f"--address={self.head}"]
+        )
         words = [
             "start",
             *where,

@@ -18,7 +18,7 @@ from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
 from draftline.pipeline.runplan import make_run_plan
 
 OVERRIDES = ("epochs=8", "monitor.status_every_s=0.2")
-pytestmark = pytest.mark.timeout(1200)  # on a busy machine; a free one needs a tenth of it
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # on a busy machine; a free one needs a tenth of it
 
 
 def start(file, log, *words):
@@ -45,7 +45,7 @@ def test_a_run_stopped_by_ctrl_c_has_its_checkpoint_and_a_resumed_one_commits_ev
     before = read_checkpoint(latest_checkpoint(config.output)[0]).state["ledger"]
     assert 4 <= before["n_committed"] < before["planned"] == len(make_run_plan(config).rows)
     assert not slabs() - others
-    hold.off()
+    hold.let_go()
     assert start(tmp_path / "run.yaml", log, "--resume").wait(240) == 0, log.read_text()
     planned, told = before["planned"], log.read_text()
     assert f"ledger: planned {planned} = committed {planned} + set aside 0" in told

@@ -46,6 +46,7 @@ class FirstTargetFails(HeldTarget):
             super().start(queue, transport)
 
 
+@pytest.mark.long
 def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next(cluster, make_run, monkeypatch):
     """Only one node takes targets, and all of it is taken; one drafter goes on meanwhile."""
     monkeypatch.setattr(crew, "TargetActor", FirstTargetFails)
@@ -55,18 +56,22 @@ def test_the_place_of_a_lost_or_dismissed_target_is_free_for_the_next(cluster, m
     hold.on()
     meanwhile = Meanwhile(
         folder,
-        (3, lambda: wait_until_whole(folder, hold)),
+        (3, lambda: wait_until_whole(folder, hold, alive, (2, 1))),
         (3, lambda: scale(folder, -1)),
         (3, lambda: wait_for_targets(1)),
         (3, lambda: scale(folder, 1)),
         (3, lambda: wait_for_targets(2)),
-        (3, hold.off),
+        (3, hold.let_go),
     )
     meanwhile.start()
     result = run(config, cluster)
     meanwhile.check()
     assert result.ledger.committed == len(make_run_plan(config).rows)
     assert "ZeroDivisionError" in (folder / "failures.log").read_text()
+
+
+def alive():
+    return len(processes("FirstTargetFails")), len(processes("DrafterActor"))
 
 
 def wait_for_targets(n):
@@ -77,6 +82,7 @@ def wait_for_targets(n):
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_a_run_whose_queue_dies_says_so_and_is_resumed_by_the_same_process(cluster, make_run):
     config = make_run("epochs=6")  # one target, one drafter
     meanwhile = Meanwhile(config.output, (20, lambda: kill_one("QueueActor")))
@@ -91,6 +97,7 @@ def test_a_run_whose_queue_dies_says_so_and_is_resumed_by_the_same_process(clust
     assert result.ledger.committed == planned and sum(result.rows_by_drafter) == planned - before
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_before_the_first_row_leaves_nothing(cluster, make_run):
     config = make_run("max_rows=4")
     killer = threading.Thread(target=_kill_when_there, args=("DrafterActor",), daemon=True)
@@ -114,7 +121,7 @@ def member(name, number=0):
     return Member(worker, Seat(name, "cpu", {}), 0, None, card=Card("node", "10.0.0.1"))
 
 
-def test_a_worker_that_comes_later_runs_the_same_code_on_the_same_weights(cluster):
+def test_a_worker_that_comes_later_runs_the_same_code_on_the_same_weights(head):
     asked = Crew(None, None, [])
     versions = asked._head.versions
     asked.welcome(ray.put(Card("a", "10.0.0.1", "weights", versions=versions)), member("target-0"))
@@ -145,8 +152,10 @@ class CrewOfOne:
 
     def hire(self, seat, bundle, replaces=None):
         self.hired.append(seat.name)
-        ready = SimpleNamespace(remote=lambda: seat.name)
-        return SimpleNamespace(actor=SimpleNamespace(ready=ready))
+        return seat.name
+
+    def loaded(self, newcomer):
+        return f"{newcomer} is ready"
 
 
 @pytest.mark.parametrize(

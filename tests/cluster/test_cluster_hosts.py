@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import held
+import psutil
 import pytest
 from cluster_kit import (
     DEFAULTS,
@@ -26,13 +28,13 @@ from draftline.pipeline.checkpoint import list_checkpoints
 from draftline.pipeline.runplan import make_run_plan
 
 STORE = f"--object-store-memory={150 << 20}"
+ROOM, SMALL = ("--num-cpus=3", STORE), ("--num-cpus=1", STORE)
+A_DRAFTER = '--resources={"drafters": 1}'
+TARGET, DRAFTER = "ray::HeldTarget", "ray::DrafterActor"
+COMMAND = Path(sys.executable).with_name("draftline")
 LIMIT_S = 480.0
 ONE_EACH = ("pipeline.target_devices=[cpu]", "pipeline.drafter_devices=[cpu]")
 pytestmark = pytest.mark.timeout(1200)  # on a busy machine; a free one needs a tenth of it
-
-
-def draftline(*words):
-    return [sys.executable, str(Path(__file__).with_name("held.py")), *words]
 
 
 def wait_for(run, rows, process):
@@ -45,10 +47,9 @@ def wait_for(run, rows, process):
 
 @pytest.fixture
 def hosts():
-    with Hosts(4) as made:
-        made.start_ray(0, "--num-cpus=0", STORE)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda number: made.start_ray(number, "--num-cpus=3", STORE), (1, 2, 3)))
+    """Three, of which Ray runs on the head alone."""
+    with Hosts(3) as made:
+        made.start_ray(0, *ROOM, A_DRAFTER)
         yield made
 
 
@@ -60,7 +61,16 @@ def start(hosts, make_run, tmp_path):
 
     def begin(*words):
         log = tmp_path / f"log-{len(started)}.txt"
-        command = draftline("train", "-c", str(tmp_path / "hosts.yaml"), *DEFAULTS, *LOSSY, *words)
+        command = [
+            sys.executable,
+            held.__file__,
+            "train",
+            "-c",
+            str(tmp_path / "hosts.yaml"),
+            *DEFAULTS,
+            *LOSSY,
+            *words,
+        ]
         with log.open("wb") as output:
             command = hosts.command(0, *command, "--cluster", hosts.head)
             started.append(subprocess.Popen(command, stdout=output, stderr=output, env=hosts.environment))
@@ -73,39 +83,53 @@ def start(hosts, make_run, tmp_path):
 
 
 def test_a_killed_driver_is_resumed_and_hosts_with_addresses_of_their_own_survive_every_loss(
-    hosts, start, make_run, samples_of_threads
+    hosts, start, make_run, request
 ):
-    """The resumed run has more workers. A link is cut, a target, a host, a drafter are killed, a target is added."""
+    """The head alone begins. The resumed run has three hosts: a link is cut, then a target, a drafter and a whole host
+    are killed and a target is added.
+    """
     config = make_run(*LOSSY, name="hosts")
-    hold = Hold(config.output)
     run, log = start(*ONE_EACH)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda options: hosts.start_ray(*options), ((1, *ROOM, A_DRAFTER), (2, *SMALL))))
+    expected = request.getfixturevalue("samples_of_threads")
     wait_for(config.output, 15, run)
     run.kill()
     run.wait()
-    hold.on()
     before = rows_of(list_checkpoints(config.output)[-1])
     assert before
+    (config.output / "status.json").unlink()
     run, log = start("--resume")
-    wait_for(config.output, len(before) + 4, run)
+    wait_for(config.output, len(before) + 1, run)
+    hold = Hold(config.output)
+    hold.on()
     hosts.cut(1, 10.0)
     hold.off()
     wait_for(config.output, committed_rows(config.output) + TWO_ROUNDS, run)
     hold.on()
-    _one_of(hosts, "ray::HeldTarget").kill()
-    hosts.kill(3)
-    wait_until_whole(config.output, hold)
-    _one_of(hosts, "ray::DrafterActor").kill()
-    asked = hosts.command(0, *draftline("scale", str(config.output), "--targets", "1"))
+    _lose(hosts)
+    asked = hosts.command(0, str(COMMAND), "scale", str(config.output), "--targets", "1")
     subprocess.run(asked, check=True, capture_output=True, env=hosts.environment)
-    wait_until_whole(config.output, hold)
-    hold.off()
+    wait_until_whole(config.output, hold, lambda: _alive(hosts), (4, 2))
+    hold.let_go()
     assert run.wait(LIMIT_S) == 0, log.read_text()
-    planned = len(make_run_plan(config).rows)
-    assert f"ledger: planned {planned} = committed {planned} + set aside 0" in log.read_text()
-    assert "Traceback" not in log.read_text() and "target-3 takes part" in log.read_text()
+    told, planned = log.read_text(), len(make_run_plan(config).rows)
+    assert f"ledger: planned {planned} = committed {planned} + set aside 0" in told
+    assert told.count("; another is started") == 3 and told.count("takes part from now on") == 4
+    assert "Traceback" not in told and "target-3 takes part" in told
     check_committed_once(config)
-    assert samples_of(config) == samples_of_threads
+    assert samples_of(config) == expected
 
 
-def _one_of(hosts, title):
-    return next(process for number in (1, 2) for process in hosts.processes(number, title))
+def _lose(hosts):
+    """Kills a target, a drafter, and the whole host of another target."""
+    for title in (TARGET, DRAFTER):
+        victim = next(process for number in (0, 1) for process in hosts.processes(number, title))
+        victim.kill()
+        psutil.wait_procs([victim], timeout=20)
+    assert hosts.processes(2, TARGET) and not hosts.processes(2, DRAFTER)
+    hosts.kill(2)
+
+
+def _alive(hosts):
+    return tuple(sum(len(hosts.processes(number, title)) for number in range(3)) for title in (TARGET, DRAFTER))

@@ -15,14 +15,21 @@ from cluster_kit import MEMORY
 from ray._private import services
 from ray.util.placement_group import remove_placement_group
 
-from draftline.cluster import joining, train
+from draftline.cluster import crew, joining, train
 from draftline.cluster.demand import Seat
 from draftline.cluster.joining import connected, place
 from draftline.cluster.probe import HostFacts
 from draftline.cluster.train import cluster_plan, train_on_cluster
+from draftline.cluster.workers import TargetActor
 from draftline.errors import DraftlineError, UserError
 
 pytestmark = pytest.mark.timeout(1200)  # on a busy machine; a free one needs a tenth of it
+
+
+@pytest.fixture
+def cluster(head):
+    """One node is enough here."""
+    return head
 
 
 def refusal(config, cluster) -> str:
@@ -91,7 +98,7 @@ def test_more_than_shared_memory_holds_is_refused_before_ray_is_started(monkeypa
 def test_fewer_resources_than_workers_says_what_is_missing_where(cluster, make_run):
     config = make_run("pipeline.target_devices=[cuda]", "cluster.worker_cpus=2")
     told = refusal(config, cluster)
-    assert is_one_line(r"no host has room for target-0 \(2 CPU, 1 GPU\); free: .* has 2 CPU, 0 GPU", told), told
+    assert is_one_line(r"no host has room for target-0 \(2 CPU, 1 GPU\); free: .* has 3 CPU, 0 GPU", told), told
     crowd = make_run(f"pipeline.target_devices=[{','.join(['cpu'] * 9)}]", name="crowd")
     told = refusal(crowd, cluster)
     assert is_one_line("no host has room for .*; add hosts, name fewer devices, or set cluster.wait_s", told), told
@@ -113,16 +120,26 @@ def test_missing_hosts_are_waited_for_only_if_told_to(cluster, make_run):
 
 def test_mixed_versions_and_a_model_that_one_host_lacks_name_the_host(cluster, make_run, monkeypatch):
     config = make_run("max_rows=2")
-    monkeypatch.setattr(joining, "host_facts", lambda host, paths: HostFacts(host, {"torch": "0.1"}, ()))
-    real = joining._answer
-    monkeypatch.setattr(joining, "_answer", lambda host, ref: HostFacts(host, {"torch": "0.2"}, ()))
+    monkeypatch.setattr(crew, "host_facts", lambda host, paths: HostFacts(host, {"torch": "0.1"}, ()))
+    monkeypatch.setattr(crew, "_told_facts", lambda member, host, ref: HostFacts(host, {"torch": "0.2"}, ()))
     told = refusal(config, cluster)
     assert is_one_line(r"host .*: torch is 0.2 there and 0.1 on the head node", told), told
-    monkeypatch.setattr(joining, "_answer", real)
     monkeypatch.undo()
     monkeypatch.setattr(train, "_paths", lambda config: ["/nowhere/model"])
     told = refusal(config, cluster)
     assert is_one_line("host .*: /nowhere/model is there on the head node, but not on this host", told), told
+
+
+class NotThere(TargetActor):
+    """Of a module that workers cannot import, as if draftline were not installed on their hosts."""
+
+
+def test_a_host_without_draftline_is_named(cluster, make_run, monkeypatch):
+    monkeypatch.setattr(crew, "TargetActor", NotThere)
+    told = refusal(make_run("max_rows=2"), cluster)
+    assert is_one_line(r"host [\d.]+: draftline does not run there \(ModuleNotFoundError: .*install the same", told), (
+        told
+    )
 
 
 def test_an_object_store_that_is_too_small_says_how_large_it_must_be(cluster, make_run):
@@ -131,6 +148,7 @@ def test_an_object_store_that_is_too_small_says_how_large_it_must_be(cluster, ma
     assert is_one_line("its object store has .* MiB are needed .*--object-store-memory=", told), told
 
 
+@pytest.mark.long
 def test_a_target_that_cannot_be_loaded_is_one_line_with_its_host(cluster, make_run, tiny_target_dir, tmp_path):
     broken = shutil.copytree(tiny_target_dir, tmp_path / "broken")
     weights = broken / "model.safetensors"

@@ -16,7 +16,7 @@ from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from draftline.cluster.demand import Seat
-from draftline.cluster.joining import NAMESPACE, Placement
+from draftline.cluster.joining import NAMESPACE, Placement, hosts
 from draftline.cluster.messages import Card, QueueSetup
 from draftline.cluster.orders import WorkOrder
 from draftline.cluster.probe import HostFacts, host_facts, require_alike
@@ -24,7 +24,9 @@ from draftline.cluster.queue import QueueActor
 from draftline.cluster.workers import DrafterActor, TargetActor
 from draftline.errors import UserError
 from draftline.pipeline.core import Worker, drafter_worker, target_worker
+from draftline.target.remote.lender import LentNames, is_lent_by_name
 
+ANSWER_S = 300.0  # in which a process starts and imports what it needs, on a busy host
 ASK_THREADS, SPARE_WAITERS = 8, 64
 ACTOR_THREADS = 4
 State = Literal["loading", "working", "over"]
@@ -74,12 +76,13 @@ class Crew:
         self.members: list[Member] = []
         self._head = host_facts("head", [])
         self._weights: dict[str, Card] = {}
+        self._lent: LentNames | None = None
         self._next = {"target": 0, "drafter": 0}
         for bundle, seat in enumerate(seats):
             self.hire(seat, bundle)
 
     def hire(self, seat: Seat, bundle: int | None, replaces: Worker | None = None) -> Member:
-        """Starts an actor for a seat; it is not ready before `ready_ref` is."""
+        """Starts an actor for a seat; see `loaded` for when it is ready."""
         role = seat.name.partition("-")[0]
         number = self._next[role]
         self._next[role] += 1
@@ -95,7 +98,7 @@ class Crew:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._placement.group, placement_group_bundle_index=bundle
             )
-        actor = ray.remote(actor_class).options(**options).remote(self._order, number, seat.place, seat.name)
+        actor = ray.remote(actor_class).options(**options).remote(number, seat.place, seat.name)
         worker = target_worker(number) if role == "target" else drafter_worker(number)
         member = Member(worker, seat, bundle, actor, replaces=replaces)
         self.members.append(member)
@@ -105,17 +108,39 @@ class Crew:
         """Members of one role, in the state if one is given."""
         return [m for m in self.members if m.worker.role == role and state in (None, m.state)]
 
+    def look_over(self, paths: Sequence[str]) -> None:
+        """Asks one worker on each host whether it runs the same code and sees the same files, before any is told more.
+
+        Raises:
+            UserError: names the host and what differs; RefusedError if the worker died.
+        """
+        addresses = {host.node: host.address for host in hosts()}
+        first = dict(zip(reversed(self._placement.nodes), reversed(self.members), strict=True))
+        asked = []
+        for node, member in first.items():
+            address = addresses.get(node, node)
+            asked.append((member, address, member.actor.facts.remote(address, list(paths))))
+        require_alike(self._head, [_told_facts(*each) for each in asked])
+
+    def loaded(self, member: Member) -> Any:
+        """Asks a member to load what it needs; the answer is its card. Drafters are told what targets told."""
+        return member.actor.ready.remote(self._order, self._lent)
+
     def all_ready(self) -> None:
-        """Waits until everybody hired so far has loaded what it needs.
+        """Waits until everybody hired so far has loaded what it needs. Where drafters read what they borrow by the
+        names that a target tells, they begin once the first one has.
 
         Raises:
             RefusedError: one of them could not.
         """
-        refs = {member.actor.ready.remote(): member for member in self.members}
-        while refs:
+        refs = {self.loaded(member): member for member in self.of("target")}
+        waiting, by_name = self.of("drafter"), is_lent_by_name(self._order.run_config().target)
+        while refs or waiting:
+            if waiting and (not by_name or any(member.card for member in self.of("target"))):
+                refs |= {self.loaded(member): member for member in waiting}
+                waiting = []
             (ref,), _ = ray.wait(list(refs), num_returns=1)
-            member = refs.pop(ref)
-            self.welcome(ref, member)
+            self.welcome(ref, refs.pop(ref))
 
     def welcome(self, ref: Any, member: Member) -> None:
         """A worker is ready, wherever it came to be: the same code as on the head node, the weights that others read.
@@ -133,6 +158,7 @@ class Crew:
                 mend="put the same files on all hosts",
             )
         member.card = card
+        self._lent = self._lent or card.lent
 
     def dismiss(self) -> None:
         """Ends all actors that are left."""
@@ -143,6 +169,20 @@ class Crew:
         """Ends a member's actor, if it lives, so that its place is free for another one."""
         ray.kill(member.actor, no_restart=True)
         member.state = "over"
+
+
+def _told_facts(member: Member, address: str, ref: Any) -> HostFacts:
+    try:
+        facts: HostFacts = ray.get(ref, timeout=ANSWER_S)
+        return facts
+    except (exceptions.RayError, ImportError, AttributeError) as error:
+        if isinstance(error, exceptions.RayActorError) and not error.actor_init_failed:
+            raise _not_started(member, error) from error
+        raise UserError(
+            f"draftline does not run there ({last_line(error)})",
+            where=f"host {address}",
+            mend="install the same draftline, with its extra `cluster`, on all hosts",
+        ) from error
 
 
 def checked_card(ref: Any, member: Member) -> Card:
@@ -166,7 +206,11 @@ def first_answer(ref: Any, member: Member) -> Any:
     try:
         return ray.get(ref)
     except exceptions.RayError as error:
-        raise RefusedError(f"{member.seat.name} could not start: {last_line(error)}", RefusedError.DIED) from error
+        raise _not_started(member, error) from error
+
+
+def _not_started(member: Member, error: BaseException) -> RefusedError:
+    return RefusedError(f"{member.seat.name} could not start: {last_line(error)}", RefusedError.DIED)
 
 
 def last_line(error: BaseException) -> str:

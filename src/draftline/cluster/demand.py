@@ -1,14 +1,19 @@
-"""What a run asks of a cluster, and whether hosts can give it: plain numbers, no Ray."""
+"""What a run asks of a cluster, and whether hosts can give it: plain numbers, no Ray.
+
+For `draftline scale`, too, what imports torch is imported where it is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from draftline.cluster.orders import gpus_of
 from draftline.cluster.refs import slot_bytes
 from draftline.config.cluster import ClusterConfig
-from draftline.pipeline.runplan import RunPlan, count_drafter_parameters
+
+if TYPE_CHECKING:
+    from draftline.pipeline.runplan import RunPlan
 
 Resources = dict[str, float]
 SPARE_SLOTS = 8
@@ -49,6 +54,8 @@ def seats_of(plan: RunPlan) -> list[Seat]:
 
 def seat_resources(cluster: ClusterConfig, place: str, extra: Mapping[str, float]) -> Resources:
     """What one worker on such a device takes."""
+    from draftline.cluster.orders import gpus_of
+
     gpus = gpus_of(place)
     return {"CPU": float(cluster.worker_cpus), **({"GPU": float(gpus)} if gpus else {}), **extra}
 
@@ -86,6 +93,8 @@ def _told(resources: Mapping[str, float]) -> str:
 def store_bytes(plan: RunPlan) -> int:
     """Bytes that one host's object store may have to hold at once: every admitted row, the validation rows, and the
     weights and moments of a checkpoint with what the drafters started from."""
+    from draftline.pipeline.runplan import count_drafter_parameters
+
     largest = slot_bytes(max(plan.row_bytes))
     rows = min(plan.settings.max_rows * largest, _byte_bound(plan, largest))
     parameters = count_drafter_parameters(plan.spec)

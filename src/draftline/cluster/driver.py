@@ -242,7 +242,7 @@ class ClusterRun:
 
     def _hire(self, seat: Seat, bundle: int | None, replaces: Worker | None = None) -> None:
         member = self._crew.hire(seat, bundle, replaces)
-        self._watch.add(member.actor.ready.remote(), partial(self._on_ready, member))
+        self._watch.add(self._crew.loaded(member), partial(self._on_ready, member))
 
     def _on_ready(self, member: Member, ref: Any) -> None:
         try:

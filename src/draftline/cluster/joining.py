@@ -1,7 +1,7 @@
 """Connecting to a Ray cluster and placing workers on it; everything that can be wrong with that is one line.
 
 consumes     an address, the seats of a run
-produces     a placement group with one bundle a seat, and the hosts they are on, looked over
+produces     a placement group with one bundle a seat, and the hosts they are on
 waits for    hosts and GPUs that are missing, only if `cluster.wait_s` says so
 """
 
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from draftline.cluster.demand import STORE_SHARE, Host, Seat, shortage, unplaced
-from draftline.cluster.probe import HostFacts, host_facts, require_alike
 from draftline.errors import UserError
 
-CONNECT_S, PROBE_S = 5.0, 120.0
+CONNECT_S = 5.0
 SETTLE_S = 10.0  # in which a run that has just ended gives its places back
 AUTO, LOCAL = "auto", "local"
 OPTION = "--cluster"
@@ -241,42 +240,6 @@ def _require_room(seats: Sequence[Seat], when: str) -> None:
     if line is not None:
         mend = "add hosts, name fewer devices, or set cluster.wait_s to wait for them"
         raise UserError(line + when, where=OPTION, mend=mend)
-
-
-def look_over(placement: Placement, paths: Sequence[str]) -> None:
-    """Asks every host that got a worker whether it runs the same code and sees the same files.
-
-    Raises:
-        UserError: names the host and what differs.
-    """
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    addresses = {host.node: host.address for host in hosts()}
-    asked: dict[str, Any] = {}
-    for bundle, node in enumerate(placement.nodes):
-        if node not in asked:
-            strategy = PlacementGroupSchedulingStrategy(placement.group, placement_group_bundle_index=bundle)
-            task = ray.remote(host_facts).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-            asked[node] = task.remote(addresses.get(node, node), list(paths))
-    facts = [_answer(addresses.get(node, node), ref) for node, ref in asked.items()]
-    require_alike(host_facts("head", []), facts)
-
-
-def _answer(address: str, ref: Any) -> HostFacts:
-    import ray
-    from ray import exceptions
-
-    try:
-        facts: HostFacts = ray.get(ref, timeout=PROBE_S)
-        return facts
-    except (exceptions.RayError, ImportError, AttributeError) as error:
-        why = str(error).strip().splitlines()[-1][:200]
-        raise UserError(
-            f"draftline does not run there ({why})",
-            where=f"host {address}",
-            mend="install the same draftline, with its extra `cluster`, on all hosts",
-        ) from error
 
 
 def require_store(placement: Placement, needed: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftline.cluster.refs import Packed, RowContract
 from draftline.cluster.turns import Turn
 from draftline.pipeline.core import CoreSettings, LedgerState
 from draftline.records import PlannedRow
+
+if TYPE_CHECKING:
+    from draftline.target.remote.lender import LentNames  # imports torch
 
 Step = tuple[str, tuple[Any, ...]]
 
@@ -165,6 +168,7 @@ class Card:
         node, host: Ray's id of its host, and the address.
         fingerprint: of the target's weights that it read.
         stop_token_ids: of a target.
+        lent: of a target, what its drafters read of its files; None where they have to load it.
         versions: of what runs there; see `HostFacts`.
         lines: plain lines for people.
         error, exit_code: bad input or a failure, as one line.
@@ -174,6 +178,7 @@ class Card:
     host: str
     fingerprint: str = ""
     stop_token_ids: tuple[int, ...] = ()
+    lent: LentNames | None = None
     lines: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     error: str = ""

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,14 @@ from draftline.pipeline.traces import FailureTraces
 STATS_AGE_S = 0.5
 
 
-def run_placed(plan: RunPlan, placement: Placement, where: str, signals: StopSignals, *, resume: bool) -> TrainResult:
+def run_placed(
+    plan: RunPlan, placement: Placement, where: str, signals: StopSignals, *, paths: Sequence[str], resume: bool
+) -> TrainResult:
     """Loads the workers, claims the run folder, and runs to the end.
 
     Args:
         where: address of the cluster.
+        paths: files that every host with a worker has to see.
 
     Raises:
         DraftlineError: see `train_on_cluster`.
@@ -50,6 +53,7 @@ def run_placed(plan: RunPlan, placement: Placement, where: str, signals: StopSig
     order = _order(plan)
     crew = Crew(order, placement, seats_of(plan))
     try:
+        crew.look_over(paths)
         crew.all_ready()
         first = crew.members[0]
         assert first.card is not None

@@ -1,7 +1,7 @@
 """`draftline train --cluster`: from a configuration to a finished run over several hosts.
 
 Everything that can be wrong is found in this order, each with one line and nothing left behind: Ray, whether a cluster
-answers, configuration, room for the workers, versions and files on their hosts, object stores, targets, run folder.
+answers, configuration, room for the workers, object stores, versions and files on their hosts, targets, run folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftline.cluster.demand import seats_of, store_bytes
-from draftline.cluster.joining import Placement, connected, look_over, place, require_ray, require_store
+from draftline.cluster.joining import Placement, connected, place, require_ray, require_store
 from draftline.cluster.orders import cluster_place
 from draftline.config.schema import RunConfig
 from draftline.data.shards import TokenDataset
@@ -77,11 +77,10 @@ def train_on_cluster(plan: RunPlan, address: str, *, resume: bool = False) -> Tr
         with connected(address, store_bytes=needed, cpus=cluster.worker_cpus * len(seats)) as where:
             placement = place(seats, strategy=cluster.strategy, wait_s=cluster.wait_s)
             with _given_back(placement):
-                look_over(placement, _paths(plan.config))
                 require_store(placement, needed)
                 from draftline.cluster.session import run_placed  # needs Ray to be imported
 
-                return run_placed(plan, placement, where, signals, resume=resume)
+                return run_placed(plan, placement, where, signals, paths=_paths(plan.config), resume=resume)
 
 
 @contextmanager

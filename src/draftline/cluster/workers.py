@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import torch
 from draftline.cluster.link import GoneError, QueueLink
 from draftline.cluster.messages import Card, Outcome
 from draftline.cluster.orders import WorkOrder
-from draftline.cluster.probe import host_facts
+from draftline.cluster.probe import HostFacts, host_facts
 from draftline.cluster.refs import Packed, RowRef
 from draftline.cluster.remote import DrafterExchange, TargetExchange
 from draftline.cluster.reports import WorkerReports
@@ -56,7 +56,7 @@ from draftline.pipeline.workers import (
 )
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.loop import TargetForwardLoop
-from draftline.target.remote.lender import load_lender
+from draftline.target.remote.lender import LentNames, lent_names, load_lender, read_lent
 from draftline.target.spread import first_device
 from draftline.target.states.stored_target import StoredTarget
 
@@ -67,16 +67,17 @@ class LoopActor(ABC):
     """What both kinds share: one loop in one thread, and its outcome.
 
     Args:
-        order: of the run.
         number, place: of this worker; `place` is its device as a cluster knows it.
         seat: the name under which people see it; a restarted worker has the name of the one it replaces.
     """
 
     role = ""
 
-    def __init__(self, order: WorkOrder, number: int, place: str, seat: str) -> None:
-        torch.set_num_threads(order.cpus)
-        self._order, self._number, self._place, self._seat = order, number, place, seat
+    _order: WorkOrder
+    _lent: LentNames | None
+
+    def __init__(self, number: int, place: str, seat: str) -> None:
+        self._number, self._place, self._seat = number, place, seat
         self._ended = threading.Event()
         self._outcome = Outcome("ended")
 
@@ -84,8 +85,16 @@ class LoopActor(ABC):
         """Where this worker is."""
         return Card(node_id(), ray.util.get_node_ip_address(), fingerprint, **facts)
 
-    def ready(self) -> Card:
-        """`load`, and what runs on this host."""
+    def facts(self, host: str, paths: Sequence[str]) -> HostFacts:
+        """Of this host, under the address by which it is known. Asked first, and by plain values: whatever version of
+        draftline runs here can tell.
+        """
+        return host_facts(host, paths)
+
+    def ready(self, order: WorkOrder, lent: LentNames | None) -> Card:
+        """`load`, and what runs on this host. `lent`: what a target told, for drafters."""
+        self._order, self._lent = order, lent
+        torch.set_num_threads(order.cpus)
         card = self._told(self.load)
         return replace(card, versions=host_facts(card.host, []).versions)
 
@@ -149,7 +158,8 @@ class TargetActor(LoopActor):
         (self._capture,) = make_captures(plan, [self._target], reports)
         lines = [line for report in reports.values() for line in (report.line(), *report.notes)]
         stops = tuple(sorted(self._target.stop_token_ids))
-        return self.card(self._target.fingerprint, stop_token_ids=stops, lines=tuple(lines))
+        lent = lent_names(self._target) if isinstance(self._target, LoadedTarget) else None
+        return self.card(self._target.fingerprint, stop_token_ids=stops, lent=lent, lines=tuple(lines))
 
     def first_weights(self) -> Packed:
         """Weights that training starts from, where they come from the target's own layers."""
@@ -204,8 +214,14 @@ class DrafterActor(LoopActor):
         """
         self._plan = self._order.plan_of_one(self._place, None)
         self._device = torch.device(first_device(self._plan.config.pipeline.drafter_devices[0]))
-        self._lender = borrowed_target(self._plan.config.target, self._device)
+        self._lender = self._borrowed()
         return self.card(self._lender.fingerprint)
+
+    def _borrowed(self) -> StoredTarget:
+        config = self._plan.config.target
+        if self._lent is not None:
+            return read_lent(config, self._order.facts, self._lent, self._device)
+        return borrowed_target(config, self._device)
 
     def make(self, gift: Gift | None, validation: list[RowRef], stop_token_ids: tuple[int, ...]) -> Card:
         """Builds the drafter. `gift`: what it starts from; None: it is given that when it joins."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftline.config.schema import OptimizerConfig
+from draftline.drafter.adamw import FusedAdamW
 
 
 class MasterOptimizer:
@@ -47,26 +48,11 @@ class MasterOptimizer:
         self.muon = _make_muon(matrices, still, config) if config.kind == "muon" else None
         decay, undecayed = (matrices, still) if self.muon is None else ([], [])
         plain = [*undecayed, *(m for m in self.masters if m.ndim != 2)]  # nor are norm weights and base kernels
-        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,  # one pass over weights and moments instead of a dozen
-        )
-        self._create_state()
-
-    def _create_state(self) -> None:
-        """Makes the moments now, so that memory is known and a checkpoint always holds all of them."""
-        for master in self.masters:
-            if self.muon is not None and master.ndim == 2:
+        # All moments are made now, so that memory is known and a checkpoint always holds all of them.
+        self.adamw = FusedAdamW([(decay, config.weight_decay), (plain, 0.0)], config.betas, config.eps)
+        if self.muon is not None:
+            for master in matrices + still:
                 self.muon.state[master]["momentum_buffer"] = torch.zeros_like(master)
-                continue
-            state = self.adamw.state[master]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
-            state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
 
     @torch.no_grad()
     def absorb(self, denominator: Tensor) -> None:
@@ -110,13 +96,11 @@ class MasterOptimizer:
         finite = torch.isfinite(norm) & torch.isfinite(self._denominator)
         scale = inverse if self._clip_norm is None else inverse * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         blocked = ~finite | (self._denominator <= 0)
-        for group in (*self.adamw.param_groups, *(self.muon.param_groups if self.muon is not None else ())):
-            group["lr"] = learning_rate
-        self._apply(scale, blocked)
+        self._apply(learning_rate, scale, blocked)
         self.clear()
         return norm, (~finite).float()
 
-    def _apply(self, scale: Tensor, blocked: Tensor) -> None:
+    def _apply(self, learning_rate: float, scale: Tensor, blocked: Tensor) -> None:
         """A step with gradients times `scale`, or nothing at all where `blocked`."""
         if (self.muon is not None or not self._on_gpu) and bool(blocked):
             return
@@ -124,10 +108,10 @@ class MasterOptimizer:
             master.grad = gradient
         # The fused kernel divides by grad_scale, and leaves weights, moments and step count alone where found_inf is 1:
         # no pass of its own for the scale, and no host sync on a GPU.
-        self.adamw.grad_scale = 1.0 / scale  # type: ignore[attr-defined]
-        self.adamw.found_inf = blocked.float()  # type: ignore[attr-defined]
-        self.adamw.step()
+        self.adamw.step(learning_rate, 1.0 / scale, blocked.float())
         if self.muon is not None:
+            for group in self.muon.param_groups:
+                group["lr"] = learning_rate
             torch._foreach_mul_([g for g in self._gradients if g.ndim == 2], scale)
             self.muon.step()
         for master in self.masters:
@@ -150,8 +134,8 @@ class MasterOptimizer:
         """(key, tensor) of the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` (0-dim); of a matrix
         under Muon `NAME.momentum_buffer`. Otherwise in the parameter's shape."""
         for name, master in zip(self.names, self.masters, strict=True):
-            owner = self.adamw if self.muon is None or master.ndim != 2 else self.muon
-            for key, value in owner.state[master].items():
+            state = self.adamw.state if self.muon is None or master.ndim != 2 else self.muon.state
+            for key, value in state[master].items():
                 yield f"{name}.{key}", value
 
     @torch.no_grad()

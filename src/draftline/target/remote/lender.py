@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,49 @@ from draftline.target.facts import (
     load_hf_config,
     model_source,
 )
-from draftline.target.load import load_tokenizer, resolve_dtype, tokenizer_stop_ids
+from draftline.target.load import LoadedTarget, load_tokenizer, resolve_dtype, tokenizer_stop_ids
 from draftline.target.modules import find_layers, find_norm
 from draftline.target.states.stored_target import StoredTarget
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class LentNames:
+    """What the files of a target call the weights that drafters borrow: who knows it reads them without its code.
+
+    Attributes:
+        names: our name (`embedding`, `head`, `head_bias`) -> name in the files.
+        tied: the head may be the embedding.
+    """
+
+    names: Mapping[str, str]
+    tied: bool
+    stop_token_ids: frozenset[int]
+
+
+def is_lent_by_name(config: TargetConfig) -> bool:
+    """Whether a target that was loaded can tell `LentNames`: its files hold the weights as they are."""
+    return config.backend.kind == "local" and config.quantization is None and not config.model.endswith(".gguf")
+
+
+def lent_names(target: LoadedTarget) -> LentNames | None:
+    """Of a target that was loaded; None if drafters cannot read its weights by name."""
+    if not is_lent_by_name(target.config):
+        return None
+    return LentNames(_names(target.model, None), _is_tied(target.model.config), target.stop_token_ids)
+
+
+def read_lent(config: TargetConfig, facts: TargetFacts, lent: LentNames, device: torch.device) -> StoredTarget:
+    """Embedding and head by their names; imports nothing of transformers. Without the final norm.
+
+    Raises:
+        UserError: see `load_lender`.
+    """
+    source = model_source(config)
+    found = _read(source, lent.names, dtype=resolve_dtype(config, device), device=device, tied=lent.tied)
+    _check_shapes(found, facts, source.name)
+    return _lender(found, facts, None, lent.stop_token_ids, device)
 
 
 def load_lender(config: TargetConfig, device: torch.device, *, share_with: StoredTarget | None = None) -> StoredTarget:
@@ -52,8 +90,8 @@ def load_lender(config: TargetConfig, device: torch.device, *, share_with: Store
     norm_name = find_norm(decoder)
     norm = None if norm_name is None else getattr(decoder, norm_name)
     names = _names(model, norm)
-    source, tied = model_source(config), bool(getattr(hf_config, "tie_word_embeddings", False))
-    found = _read(source, names, dtype=resolve_dtype(config, device), device=device, tied=tied)
+    source = model_source(config)
+    found = _read(source, names, dtype=resolve_dtype(config, device), device=device, tied=_is_tied(hf_config))
     _check_shapes(found, facts, source.name)
     stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(load_tokenizer(config))))
     return _lender(found, facts, norm, stops, device)
@@ -84,6 +122,10 @@ def _lender(
         fingerprint=_fingerprint(found, facts),
         final_norm=norm,
     )
+
+
+def _is_tied(hf_config: Any) -> bool:
+    return bool(getattr(hf_config, "tie_word_embeddings", False))
 
 
 def _hollow(hf_config: Any, config: TargetConfig) -> Any:
