@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Byte code is made where it is imported first: compiling all of torch and transformers here would take half a minute.
+# So it has to be kept, whatever the environment says: else each of the many processes of a test compiles torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 DEMO_DIR ?= demo
 SCHEDULES ?= 1000000
