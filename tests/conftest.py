@@ -9,41 +9,11 @@ from typing import Any
 
 import pytest
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-VOCAB_SIZE, TOKENIZER_SIZE = 512, 400  # embedding rows 400..511 are used by no text
-CORPUS = (
-    "The quick brown fox jumps over the lazy dog. How are you today? I am fine, thank you very much.",
-    "user assistant system What is the capital of France? The capital of France is Paris.",
-    "Write a short list of numbers: one, two, three, four, five, six, seven, eight, nine, ten.",
-)
+from tiny_tokenizer import build_tokenizer
+
+VOCAB_SIZE = 512  # embedding rows 400..511 are used by no text
 
 TargetMaker = Callable[..., Path]
-
-
-def build_tokenizer() -> Any:
-    """Byte-level BPE with ChatML's special tokens (ids 0, 1, 2) and template; never needs an unknown token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOKENIZER_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
-    )
-    fast.chat_template = CHATML
-    return fast
 
 
 def tiny_sizes(**changes: Any) -> dict[str, Any]:

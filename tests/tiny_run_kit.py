@@ -15,6 +15,7 @@ from draftline.data.manifest import DatasetFacts
 from draftline.data.shards import ShardWriter
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
+from tiny_tokenizer import tiny_fingerprint
 
 TINY_YAML = """
 output: {output}
@@ -38,7 +39,9 @@ def write_dataset(path: Path, *, n_samples: int = 40, seed: int = 0) -> Path:
             n = int(rng.integers(12, 31))
             mask = [False] * 6 + [True] * (n - 6)
             writer.add(f"sample-{i}", rng.integers(3, 400, n).tolist(), mask)
-        writer.finish(DatasetFacts(tokenizer_fingerprint="tiny", template_hash="tiny", vocab_size=400, max_tokens=64))
+        writer.finish(
+            DatasetFacts(tokenizer_fingerprint=tiny_fingerprint(), template_hash="tiny", vocab_size=400, max_tokens=64)
+        )
     return path
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from draftline import cli
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import make_run_plan
+from tiny_run_kit import write_dataset
+from tiny_tokenizer import tiny_fingerprint
 
 Command = Callable[..., str]
 
@@ -80,6 +82,22 @@ def test_training_refuses_before_it_loads_the_target(
     monkeypatch.setattr("draftline.pipeline.coordinator.load_targets", lambda plan: pytest.fail("target was loaded"))
     assert words in refused("train", "-c", config, override)
     assert words in refused("train", "-c", config, override, "--dry-run")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("field", ["data.path", "data.validation_path"])
+def test_data_of_another_tokenizer_is_refused_though_its_vocabulary_is_as_large(
+    refused: Command, training: tuple[Path, Path], tmp_path: Path, field: str
+) -> None:
+    """Its ids would train without any error, to a drafter that is worth nothing."""
+    config, output = training
+    other = write_dataset(tmp_path / "other")
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "0" * 64))
+    told = refused("train", "-c", config, f"{field}={other}")
+    assert (
+        f"{other}: the data was prepared with tokenizer 000000000000, the target has {tiny_fingerprint()[:12]}" in told
+    )
     assert not output.exists()
 
 

@@ -14,6 +14,7 @@ from draftline.data.shards import ShardWriter
 from draftline.errors import UserError
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.runplan import estimate_memory, make_run_plan, plan_lines
+from tiny_tokenizer import tiny_fingerprint
 
 MakeRun = Callable[..., Any]
 CONTEXT = 16384
@@ -37,7 +38,9 @@ def long_target(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -
 
 def write_samples(path: Path, lengths: list[int]) -> Path:
     rng = np.random.default_rng(0)
-    facts = DatasetFacts(tokenizer_fingerprint="t", template_hash="t", vocab_size=400, max_tokens=max(lengths))
+    facts = DatasetFacts(
+        tokenizer_fingerprint=tiny_fingerprint(), template_hash="t", vocab_size=400, max_tokens=max(lengths)
+    )
     with ShardWriter(path) as writer:
         for i, n in enumerate(lengths):
             writer.add(f"s{i}", rng.integers(3, 400, n), np.arange(n) >= 6)

@@ -16,6 +16,7 @@ from draftline.pipeline.checkpoint import latest_checkpoint, read_checkpoint
 from draftline.pipeline.coordinator import train
 from draftline.pipeline.meeting import MeetingRoom
 from draftline.pipeline.runplan import make_run_plan
+from tiny_tokenizer import tiny_fingerprint
 
 
 def run(config: Any, **options: Any) -> Any:
@@ -48,7 +49,9 @@ def other_data(folder: Path) -> Path:
     with ShardWriter(folder) as writer:
         for i in range(40):
             writer.add(f"other-{i}", rng.integers(3, 400, 20).tolist(), [False] * 6 + [True] * 14)
-        writer.finish(DatasetFacts(tokenizer_fingerprint="tiny", template_hash="tiny", vocab_size=400, max_tokens=64))
+        writer.finish(
+            DatasetFacts(tokenizer_fingerprint=tiny_fingerprint(), template_hash="tiny", vocab_size=400, max_tokens=64)
+        )
     return folder
 
 

@@ -9,6 +9,8 @@ import torch
 
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ObjectiveConfig, RunConfig
+from draftline.data.manifest import read_manifest, require_tokenizer
+from draftline.data.template import tokenizer_fingerprint
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
@@ -25,7 +27,7 @@ from draftline.pipeline.warm_spec import require_same_spec
 from draftline.records import FrozenEmbedding, FrozenHead
 from draftline.target.cache import CachedCapture, StateCache
 from draftline.target.capture import TargetCapture
-from draftline.target.load import LoadedTarget, load_target
+from draftline.target.load import LoadedTarget, load_target, load_tokenizer
 from draftline.target.loop import Capture
 from draftline.target.remote.capture import RemoteCapture, RemoteReport
 from draftline.target.selftest import SelfTestReport, self_test
@@ -48,16 +50,24 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
     """One target per configured device, in order; workers on one device share its weights.
 
     With states.mode `offline` only what drafters borrow is loaded, from beside the states.
+
+    Raises:
+        UserError: the data was prepared with another tokenizer; else as `load_target`.
     """
     if plan.config.states.mode == "offline":
         return load_stored_targets(plan)
     if plan.config.target.backend.kind != "local":
         return load_lenders(plan)
+    tokenizer = load_tokenizer(plan.config.target)
+    made_with, validation = tokenizer_fingerprint(tokenizer), plan.config.data.validation_path
+    plan.dataset.require_tokenizer(made_with)
+    if validation is not None:
+        require_tokenizer(read_manifest(validation), made_with, where=str(validation))
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
         same = next((t for t in loaded if t.place == device), None)
         share = same or (loaded[0] if loaded else None)
-        loaded.append(load_target(plan.config.target, device, share_with=share))
+        loaded.append(load_target(plan.config.target, device, share_with=share, tokenizer=tokenizer))
     return loaded
 
 
