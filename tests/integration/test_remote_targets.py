@@ -24,7 +24,7 @@ from draftline.target.conventions import capture_order
 from draftline.target.load import LoadedTarget, load_target
 from draftline.target.remote.capture import RemoteCapture
 from draftline.target.remote.clients import FilesClient, StatesClient, VllmClient
-from draftline.target.remote.lender import load_lender
+from draftline.target.remote.lender import is_lent_by_name, lent_names, load_lender, read_lent
 from draftline.target.selftest import self_test
 from fake_vllm import FakeVllm, captured_layers, serve
 
@@ -109,6 +109,14 @@ def test_what_is_borrowed_is_read_without_the_layers(make_tiny_target, kind: str
     hidden = torch.randn(3, whole.hidden_size)
     assert lender.final_norm is not None and whole.final_norm is not None
     assert torch.equal(lender.final_norm(hidden), whole.final_norm(hidden))
+    lent = lent_names(whole)
+    assert lent is not None
+    by_name = read_lent(config, whole.facts, lent, torch.device("cpu"))
+    assert torch.equal(by_name.embedding.weight_VH, lender.embedding.weight_VH)
+    assert torch.equal(by_name.head.weight_VH, lender.head.weight_VH) and by_name.head.bias_V is None
+    assert (by_name.embedding.scale, by_name.head.multiplier) == (lender.embedding.scale, lender.head.multiplier)
+    assert by_name.stop_token_ids == whole.stop_token_ids
+    assert not is_lent_by_name(TargetConfig(model="target.gguf"))  # its files hold other numbers than the weights
 
 
 def test_a_missing_head_is_tied_only_where_the_configuration_says_so(make_tiny_target, tmp_path) -> None:

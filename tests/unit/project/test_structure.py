@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from draftline.config.schema import TargetConfig
+from draftline.target.facts import target_facts
+from draftline.target.remote.lender import LentNames
+
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "draftline"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -86,6 +90,11 @@ def test_rooms_import_in_one_direction(room):
                     assert path.name == "loop.py", path
 
 
+def test_scaling_a_run_never_imports_torch():
+    code = "import sys, draftline.cluster.control; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["--version"]])
 def test_help_never_imports_torch(arguments):
     code = f"import sys; sys.argv = ['draftline', *{arguments!r}]\nfrom draftline.cli import main\n"
@@ -100,6 +109,30 @@ def test_only_what_loads_a_target_imports_its_modelling_code(module):
     """Seconds of a processor for each process, and processes of drafters need none of it."""
     code = f"import sys, draftline.{module}\n"
     code += "sys.exit(', '.join(m for m in ('transformers', 'torch._dynamo') if m in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_drafter_of_a_cluster_reads_what_it_borrows_and_trains_without_them(tiny_target_dir):
+    """Nor does torch's own AdamW bring its compiler in by the back door."""
+    config = TargetConfig(model=str(tiny_target_dir))
+    lent = LentNames({"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}, False, frozenset())
+    code = f"""
+import sys, torch
+from draftline.config.schema import OptimizerConfig, TargetConfig
+from draftline.drafter.optimizer import MasterOptimizer
+from draftline.target.facts import TargetFacts
+from draftline.target.remote.lender import LentNames, read_lent
+read_lent(TargetConfig(model={config.model!r}), {target_facts(config)!r}, {lent!r}, torch.device("cpu"))
+module = torch.nn.Linear(2, 2)
+optimizer = MasterOptimizer(module, OptimizerConfig())
+module(torch.ones(2)).sum().backward()
+optimizer.absorb(torch.tensor(1.0))
+before = module.weight.clone()
+optimizer.step(0.1)
+assert not torch.equal(module.weight, before)
+sys.exit(", ".join(m for m in ("transformers", "torch._dynamo") if m in sys.modules) or 0)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
