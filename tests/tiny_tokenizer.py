@@ -20,9 +20,9 @@ CORPUS = (
 )
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(*, lower: bool = False) -> Any:
     """Byte-level BPE with ChatML's special tokens (ids 0, 1, 2) and template; never needs an unknown token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -35,6 +35,8 @@ def build_tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    if lower:  # of texts, once the tokens are settled
+        tokenizer.normalizer = normalizers.Lowercase()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
     )

@@ -111,9 +111,6 @@ class HeldDataset(TokenDataset):
         """Sample `index`."""
         return self._samples[index]
 
-    def require_tokenizer(self, fingerprint: str) -> None:
-        """Nothing: the samples were encoded by the target's own tokenizer just now."""
-
     def count_token(self, token_id: int) -> int:
         """How often a token stands in the data."""
         return sum(int(np.count_nonzero(s.input_ids == token_id)) for s in self._samples)

@@ -152,10 +152,13 @@ def _preview(data: Path, config: Any, samples: int, seed: int) -> None:
 def _check_labels(data: Path, config: Any, samples: int, seed: int, device: str) -> None:
     from draftline.data.label_check import check_labels as run
     from draftline.data.label_check import label_lines
+    from draftline.data.manifest import read_manifest, require_tokenizer
     from draftline.devices import resolve_devices
-    from draftline.target.load import load_target
+    from draftline.target.load import load_target, load_tokenizer
 
-    target = load_target(config, resolve_devices([device])[0])
+    tokenizer = load_tokenizer(config)
+    require_tokenizer(read_manifest(data), tokenizer, where=str(data))
+    target = load_target(config, resolve_devices([device])[0], tokenizer=tokenizer)
     _print_lines(label_lines(run(data, target, n_samples=samples, seed=seed)))
 
 

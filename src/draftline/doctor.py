@@ -309,10 +309,9 @@ def _own_labels(share: float) -> Finding:
 
 def _same_tokenizer(target: TargetConfig, data: Path) -> Finding:
     from draftline.data.manifest import read_manifest, require_tokenizer
-    from draftline.data.template import tokenizer_fingerprint
     from draftline.target.load import load_tokenizer
 
-    require_tokenizer(read_manifest(data), tokenizer_fingerprint(load_tokenizer(target)), where=str(data))
+    require_tokenizer(read_manifest(data), load_tokenizer(target), where=str(data))
     return Finding("ok", "the data was prepared with this target's tokenizer")
 
 

@@ -93,12 +93,34 @@ def test_data_of_another_tokenizer_is_refused_though_its_vocabulary_is_as_large(
     config, output = training
     other = write_dataset(tmp_path / "other")
     manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "0" * 64))
+    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "ids:" + "0" * 64))
     told = refused("train", "-c", config, f"{field}={other}")
     assert (
-        f"{other}: the data was prepared with tokenizer 000000000000, the target has {tiny_fingerprint()[:12]}" in told
+        f"{other}: the data was prepared with tokenizer 000000000000, the target has {tiny_fingerprint()[4:16]}" in told
     )
     assert not output.exists()
+
+
+def test_no_command_takes_data_of_another_tokenizer(
+    refused: Command, training: tuple[Path, Path], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    config, _ = training
+    other = write_dataset(tmp_path / "other")
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "ids:" + "0" * 64))
+    (tmp_path / "states").mkdir()
+    files = (
+        "target.backend.kind=files",
+        f"target.backend.path={tmp_path}/states",
+        "target.backend.aux_layer_ids=[1,3]",
+    )
+    for words in (
+        ("train", "-c", config, f"data.path={other}", *files),
+        ("capture", "-c", config, f"data.path={other}", f"states.path={tmp_path}/captured"),
+        ("check-labels", other, "--target", tiny_target_dir, "--device", "cpu"),
+    ):
+        assert "was prepared with tokenizer 000000000000" in refused(*words)
+    assert not (tmp_path / "captured").exists()
 
 
 def test_validation_data_must_not_hold_the_mask_token_nor_overlong_samples(

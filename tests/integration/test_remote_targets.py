@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,22 @@ def test_what_is_borrowed_is_read_without_the_layers(make_tiny_target, kind: str
     assert torch.equal(by_name.head.weight_VH, lender.head.weight_VH) and by_name.head.bias_V is None
     assert (by_name.embedding.scale, by_name.head.multiplier) == (lender.embedding.scale, lender.head.multiplier)
     assert by_name.stop_token_ids == whole.stop_token_ids
-    assert not is_lent_by_name(TargetConfig(model="target.gguf"))  # its files hold other numbers than the weights
+    with pytest.raises(
+        UserError, match="its embedding or head is not the one of the loaded target; put the same files"
+    ):
+        read_lent(config, whole.facts, replace(lent, digest="another"), torch.device("cpu"))
+    for name in ("target.gguf", "TARGET.GGUF"):  # its files hold other numbers than the weights
+        assert not is_lent_by_name(TargetConfig(model=name))
+
+
+def test_a_target_whose_files_use_other_names_lends_nothing_by_name(make_tiny_target, tmp_path: Path) -> None:
+    """transformers renames some weights as it loads them; drafters then load the target to read what they borrow."""
+    folder = shutil.copytree(make_tiny_target("qwen3"), tmp_path / "renamed")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k.replace("model.", "old_"): v for k, v in tensors.items()}, folder / "model.safetensors")
+    target = load_target(TargetConfig(model=str(make_tiny_target("qwen3"))), "cpu")
+    assert lent_names(target) is not None
+    assert lent_names(replace(target, config=TargetConfig(model=str(folder)))) is None
 
 
 def test_a_missing_head_is_tied_only_where_the_configuration_says_so(make_tiny_target, tmp_path) -> None:

@@ -221,6 +221,8 @@ class DrafterActor(LoopActor):
         config = self._plan.config.target
         if self._lent is not None:
             return read_lent(config, self._order.facts, self._lent, self._device)
+        if config.backend.kind != "local":
+            return load_lender(config, self._device)
         return borrowed_target(config, self._device)
 
     def make(self, gift: Gift | None, validation: list[RowRef], stop_token_ids: tuple[int, ...]) -> Card:
@@ -313,9 +315,9 @@ class DrafterActor(LoopActor):
 
 
 def borrowed_target(config: Any, device: torch.device) -> StoredTarget:
-    """Embedding and head alone; of a target whose files must be read whole (.gguf, quantised), the rest is let go."""
-    if not config.model.endswith(".gguf") and config.quantization is None:
-        return load_lender(config, device)
+    """Embedding and head of a target whose files must be read whole (.gguf, quantised, other names in the files than
+    in the model); the rest is let go.
+    """
     target: LoadedTarget = load_target(config, str(device))
     return StoredTarget(
         embedding=target.embedding,

@@ -42,9 +42,6 @@ class MadeUpDataset(TokenDataset):
         ids[ids == self._unused] = (self._unused + 1) % self._vocab_size
         return Sample(f"made-up-{index}", ids, np.arange(n_tokens) >= self._prompt)
 
-    def require_tokenizer(self, fingerprint: str) -> None:
-        """Nothing: no tokenizer made these ids."""
-
     def count_token(self, token_id: int) -> int:
         """How often a token stands in the data; goes through all samples."""
         return sum(int(np.count_nonzero(self.sample(i).input_ids == token_id)) for i in range(len(self)))

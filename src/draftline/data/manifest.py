@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from draftline.data.template import FINGERPRINT_PREFIX, tokenizer_fingerprint
 from draftline.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -105,7 +106,7 @@ class DatasetFacts(_Record):
     """What the writer of a data set must know about it besides the samples themselves.
 
     Attributes:
-        tokenizer_fingerprint: of the tokenizer that made the ids; see `tokens.tokenizer_fingerprint`.
+        tokenizer_fingerprint: of the tokenizer that made the ids; see `template.tokenizer_fingerprint`.
         template_hash: of the chat template and its arguments.
         vocab_size: ids are below it.
         max_tokens: the length limit of a sample.
@@ -181,19 +182,28 @@ def read_manifest(path: Path) -> DatasetManifest:
         raise UserError(f"{field}: {first['msg']}", where=str(file), mend="prepare the data again") from None
 
 
-def require_tokenizer(manifest: DatasetManifest, fingerprint: str, *, where: str) -> None:
+def require_tokenizer(manifest: DatasetManifest, tokenizer: Any, *, where: str) -> None:
     """Refuse a data set whose ids were made by another tokenizer than the target's.
+
+    Ids that no tokenizer made, and data whose fingerprint is of another kind, cannot be judged and pass.
 
     Raises:
         UserError: naming both fingerprints.
     """
-    if manifest.tokenizer_fingerprint != fingerprint:
+    made_with = manifest.tokenizer_fingerprint
+    if not made_with.startswith(FINGERPRINT_PREFIX):
+        return
+    own = tokenizer_fingerprint(tokenizer, manifest.vocab_size)
+    if made_with != own:
         raise UserError(
-            f"the data was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
-            f"the target has {fingerprint[:12]}",
+            f"the data was prepared with tokenizer {_short(made_with)}, the target has {_short(own)}",
             where=where,
             mend="prepare the data with this target",
         )
+
+
+def _short(fingerprint: str) -> str:
+    return fingerprint.removeprefix(FINGERPRINT_PREFIX)[:12]
 
 
 def _check_version(content: dict[str, Any], file: Path) -> None:

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from draftline.data.choice import chosen_samples
 from draftline.data.shards import Sample, TokenDataset
-from draftline.data.template import tokenizer_fingerprint
 
 OPEN, CLOSE = "⟦", "⟧"
 _SUPERVISED, _PROMPT = "bold green", "dim"
@@ -37,7 +36,7 @@ def preview(path: Path, tokenizer: Any, *, n_samples: int, seed: int = 0, consol
         UserError: no such data, or another tokenizer.
     """
     data = TokenDataset.open(path)
-    data.require_tokenizer(tokenizer_fingerprint(tokenizer))
+    data.require_tokenizer(tokenizer)
     console = console or Console(soft_wrap=True, highlight=False)
     colours = console.is_terminal and not console.no_color and console.color_system is not None
     if colours:

@@ -304,9 +304,9 @@ class TokenDataset:
         columns = (numbers(batch.column("input_ids").flatten()) for batch in self._batches)
         return sum(int(np.count_nonzero(ids == token_id)) for ids in columns)
 
-    def require_tokenizer(self, fingerprint: str) -> None:
-        """Refuse (UserError) a target whose tokenizer has another fingerprint than the data."""
-        require_tokenizer(self.manifest, fingerprint, where=str(self.path))
+    def require_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse (UserError) a target whose tokenizer is not the one that made the ids."""
+        require_tokenizer(self.manifest, tokenizer, where=str(self.path))
 
 
 def _rejected_line(facts: DatasetFacts) -> str:

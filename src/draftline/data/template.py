@@ -20,6 +20,16 @@ from draftline.data.messages import Message
 from draftline.data.token_bytes import TokenBytes
 from draftline.errors import UserError
 
+FINGERPRINT_PREFIX = "ids:"
+# Texts whose ids tell tokenizers apart that have the same tokens: case, marks, digits, blanks, code, scripts, signs.
+_PROBES = (
+    "The quick brown fox, it's 12345.678 and 9/10; HELLO WORLD hello world",
+    "  two  blanks\ttab\n\n\nlines \r\n end  ",
+    "def f(x):\n    return {'a': [x ** 2, x != 0]}  # \u00fcber na\u00efve",
+    "e\u0301 \u00e9 \ufb01 \uff21 \u4f60\u597d\u4e16\u754c \u043f\u0440\u0438\u0432\u0435\u0442",
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \U0001f600\U0001f468\u200d\U0001f469",
+)
+
 _DATE = "strftime_now"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -222,9 +232,17 @@ def _refusals() -> Iterator[None]:
         raise TemplateRefusedError(f"the chat template refuses the conversation ({detail})") from None
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of everything that decides which ids a text gets, as hex; not of the template or of padding settings."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend.pop("truncation", None)
-    backend.pop("padding", None)
-    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
+def tokenizer_fingerprint(tokenizer: Any, n_tokens: int | None = None) -> str:
+    """Hash of the vocabulary and of the ids that some texts get, as hex behind `FINGERPRINT_PREFIX`.
+
+    It is what matters to ids, and the same under each version of the libraries; not how a tokenizer is stored, nor the
+    template, nor what it would put around a text.
+
+    Args:
+        n_tokens: tokens that count, from id 0 on: later ones may have been appended since. None: all.
+    """
+    n_tokens = len(tokenizer) if n_tokens is None else n_tokens
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < n_tokens)
+    spelled = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _PROBES]
+    content = json.dumps([vocabulary, spelled], ensure_ascii=True)
+    return FINGERPRINT_PREFIX + hashlib.sha256(content.encode()).hexdigest()

@@ -10,7 +10,6 @@ import torch
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ObjectiveConfig, RunConfig
 from draftline.data.manifest import read_manifest, require_tokenizer
-from draftline.data.template import tokenizer_fingerprint
 from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
@@ -56,13 +55,12 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
     """
     if plan.config.states.mode == "offline":
         return load_stored_targets(plan)
+    tokenizer, validation = load_tokenizer(plan.config.target), plan.config.data.validation_path
+    plan.dataset.require_tokenizer(tokenizer)
+    if validation is not None:
+        require_tokenizer(read_manifest(validation), tokenizer, where=str(validation))
     if plan.config.target.backend.kind != "local":
         return load_lenders(plan)
-    tokenizer = load_tokenizer(plan.config.target)
-    made_with, validation = tokenizer_fingerprint(tokenizer), plan.config.data.validation_path
-    plan.dataset.require_tokenizer(made_with)
-    if validation is not None:
-        require_tokenizer(read_manifest(validation), made_with, where=str(validation))
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
         same = next((t for t in loaded if t.place == device), None)

@@ -21,7 +21,7 @@ def unpack_target(config: TargetConfig, folder: Path) -> TargetConfig:
     Returns:
         the configuration of the same target in its new place.
     """
-    with read_gguf_once() if config.model.endswith(".gguf") else nullcontext():
+    with read_gguf_once() if config.model.lower().endswith(".gguf") else nullcontext():
         tokenizer = load_tokenizer(config)
         target = load_target(config.model_copy(update={"dtype": "float32"}), "cpu", tokenizer=tokenizer)
     hf_config = copy.deepcopy(target.model.config)

@@ -8,15 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
+from transformers import ByT5Tokenizer
 
 from draftline.data import shards
 from draftline.data.manifest import DatasetFacts
 from draftline.data.shards import ShardWriter, TokenDataset
 from draftline.data.storage import StagingFolder
+from draftline.data.template import tokenizer_fingerprint
 from draftline.errors import UserError
+from tiny_tokenizer import build_tokenizer
 
 FACTS = DatasetFacts(tokenizer_fingerprint="aaaa", template_hash="tt", vocab_size=512, max_tokens=64, in_rows=1)
 
@@ -128,12 +133,46 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         TokenDataset.open(tmp_path / "nothing")
 
 
+def with_manifest(folder: Path, **changes: Any) -> TokenDataset:
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return TokenDataset.open(folder)
+
+
 def test_another_tokenizer_is_refused_with_both_fingerprints(tmp_path: Path) -> None:
     write(tmp_path / "data", random_samples(3))
+    ours, others = tokenizer_fingerprint(build_tokenizer()), tokenizer_fingerprint(build_tokenizer(lower=True))
+    assert ours != others  # the tokens are the same: it is the ids of some texts that tell
+    data = with_manifest(tmp_path / "data", tokenizer_fingerprint=others)
+    with pytest.raises(UserError, match=f"tokenizer {others[4:16]}, the target has {ours[4:16]}"):
+        data.require_tokenizer(build_tokenizer())
+    data.require_tokenizer(build_tokenizer(lower=True))
+
+
+def test_tokens_that_were_appended_since_and_another_way_of_storing_change_no_id_and_are_not_refused(
+    tmp_path: Path,
+) -> None:
+    tokenizer = build_tokenizer()
+    made_with, size = tokenizer_fingerprint(tokenizer), len(tokenizer)
+    with ShardWriter(tmp_path / "data") as writer:
+        writer.add("a", [5, 6, 7], [False, True, True])
+        writer.finish(FACTS.model_copy(update={"tokenizer_fingerprint": made_with, "vocab_size": size}))
     data = TokenDataset.open(tmp_path / "data")
-    data.require_tokenizer("aaaa")
-    with pytest.raises(UserError, match="tokenizer aaaa, the target has bbbb"):
-        data.require_tokenizer("bbbb")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    tokenizer.chat_template = "another"
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert tokenizer_fingerprint(tokenizer) != made_with
+    data.require_tokenizer(tokenizer)
+
+
+def test_a_tokenizer_without_a_fast_backend_has_a_fingerprint(tmp_path: Path) -> None:
+    assert tokenizer_fingerprint(ByT5Tokenizer()) == tokenizer_fingerprint(ByT5Tokenizer())
+    assert tokenizer_fingerprint(ByT5Tokenizer()) != tokenizer_fingerprint(ByT5Tokenizer(extra_ids=3))
+
+
+def test_ids_that_no_tokenizer_made_are_not_judged(tmp_path: Path) -> None:
+    write(tmp_path / "data", random_samples(3))
+    TokenDataset.open(tmp_path / "data").require_tokenizer(build_tokenizer())
 
 
 def test_zero_samples_are_refused_with_the_reasons_and_nothing_is_left(tmp_path: Path) -> None:

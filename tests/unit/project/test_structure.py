@@ -12,7 +12,8 @@ import pytest
 
 from draftline.config.schema import TargetConfig
 from draftline.target.facts import target_facts
-from draftline.target.remote.lender import LentNames
+from draftline.target.load import load_target
+from draftline.target.remote.lender import lent_names
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "draftline"
@@ -116,7 +117,7 @@ def test_only_what_loads_a_target_imports_its_modelling_code(module):
 def test_a_drafter_of_a_cluster_reads_what_it_borrows_and_trains_without_them(tiny_target_dir):
     """Nor does torch's own AdamW bring its compiler in by the back door."""
     config = TargetConfig(model=str(tiny_target_dir))
-    lent = LentNames({"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}, False, frozenset())
+    lent = lent_names(load_target(config, "cpu"))
     code = f"""
 import sys, torch
 from draftline.config.schema import OptimizerConfig, TargetConfig

@@ -41,34 +41,54 @@ class LentNames:
     Attributes:
         names: our name (`embedding`, `head`, `head_bias`) -> name in the files.
         tied: the head may be the embedding.
+        digest: of the target's own embedding and head; see `_digest`.
     """
 
     names: Mapping[str, str]
     tied: bool
     stop_token_ids: frozenset[int]
+    digest: str
 
 
 def is_lent_by_name(config: TargetConfig) -> bool:
     """Whether a target that was loaded can tell `LentNames`: its files hold the weights as they are."""
-    return config.backend.kind == "local" and config.quantization is None and not config.model.endswith(".gguf")
+    is_gguf = config.model.lower().endswith(".gguf")
+    return config.backend.kind == "local" and config.quantization is None and not is_gguf
 
 
 def lent_names(target: LoadedTarget) -> LentNames | None:
-    """Of a target that was loaded; None if drafters cannot read its weights by name."""
+    """Of a target that was loaded; None if drafters cannot read its weights by name: its files call them otherwise
+    (transformers renames some as it loads them), or are no safetensors.
+    """
     if not is_lent_by_name(target.config):
         return None
-    return LentNames(_names(target.model, None), _is_tied(target.model.config), target.stop_token_ids)
+    names, tied = _names(target.model, None), _is_tied(target.model.config)
+    try:
+        weight_map = _weight_map(model_source(target.config))
+    except UserError:
+        return None
+    missing = {key for key, name in names.items() if _stored_name(name, weight_map) is None}
+    if missing - ({"head"} if tied else set()):
+        return None
+    head = target.head
+    return LentNames(
+        names, tied, target.stop_token_ids, _digest(target.embedding.weight_VH, head.weight_VH, head.bias_V)
+    )
 
 
 def read_lent(config: TargetConfig, facts: TargetFacts, lent: LentNames, device: torch.device) -> StoredTarget:
     """Embedding and head by their names; imports nothing of transformers. Without the final norm.
 
     Raises:
-        UserError: see `load_lender`.
+        UserError: see `load_lender`; they are not what the target has.
     """
     source = model_source(config)
     found = _read(source, lent.names, dtype=resolve_dtype(config, device), device=device, tied=lent.tied)
     _check_shapes(found, facts, source.name)
+    embedding = found["embedding"]
+    if _digest(embedding, found.get("head", embedding), found.get("head_bias")) != lent.digest:
+        what = "its embedding or head is not the one of the loaded target"
+        raise UserError(what, where=source.name, mend="put the same files on all hosts")
     return _lender(found, facts, None, lent.stop_token_ids, device)
 
 
@@ -239,7 +259,17 @@ def _fingerprint(found: Mapping[str, torch.Tensor], facts: TargetFacts) -> str:
     """Of the facts and the weights read, in bfloat16. Not that of the loaded model: its layers are not known here."""
     digest = hashlib.sha256(json.dumps(asdict(facts), sort_keys=True, default=str).encode())
     for key in sorted(found):
-        flat = found[key].reshape(-1)
-        step = max(1, flat.numel() // 64)
-        digest.update(flat[::step][:64].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+        digest.update(_some_bytes(found[key]))
     return digest.hexdigest()[:32]
+
+
+def _digest(embedding_VH: torch.Tensor, head_VH: torch.Tensor, bias_V: torch.Tensor | None) -> str:
+    """Of some values of what drafters borrow, in bfloat16: the same on a CPU and a GPU."""
+    parts = (embedding_VH, head_VH, *(() if bias_V is None else (bias_V,)))
+    return hashlib.sha256(b"".join(map(_some_bytes, parts))).hexdigest()
+
+
+def _some_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // 64)
+    return flat[::step][:64].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
