@@ -48,6 +48,15 @@ def training(make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path / "run.yaml", tmp_path / "run"
 
 
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Data that another tokenizer made, with a vocabulary of the same size."""
+    folder = write_dataset(tmp_path / "other")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "ids:" + "0" * 64))
+    return folder
+
+
 @contextmanager
 def largest_file(n_bytes: int) -> Iterator[None]:
     """A disk on which no file grows beyond `n_bytes`."""
@@ -87,13 +96,10 @@ def test_training_refuses_before_it_loads_the_target(
 
 @pytest.mark.parametrize("field", ["data.path", "data.validation_path"])
 def test_data_of_another_tokenizer_is_refused_though_its_vocabulary_is_as_large(
-    refused: Command, training: tuple[Path, Path], tmp_path: Path, field: str
+    refused: Command, training: tuple[Path, Path], other: Path, field: str
 ) -> None:
     """Its ids would train without any error, to a drafter that is worth nothing."""
     config, output = training
-    other = write_dataset(tmp_path / "other")
-    manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "ids:" + "0" * 64))
     told = refused("train", "-c", config, f"{field}={other}")
     assert (
         f"{other}: the data was prepared with tokenizer 000000000000, the target has {tiny_fingerprint()[4:16]}" in told
@@ -102,12 +108,9 @@ def test_data_of_another_tokenizer_is_refused_though_its_vocabulary_is_as_large(
 
 
 def test_no_command_takes_data_of_another_tokenizer(
-    refused: Command, training: tuple[Path, Path], tiny_target_dir: Path, tmp_path: Path
+    refused: Command, training: tuple[Path, Path], other: Path, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     config, _ = training
-    other = write_dataset(tmp_path / "other")
-    manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(tiny_fingerprint(), "ids:" + "0" * 64))
     (tmp_path / "states").mkdir()
     files = (
         "target.backend.kind=files",
