@@ -131,10 +131,11 @@ def all_checks() -> tuple[tuple[str, Check], ...]:
 
 def check_environment(context: DoctorContext) -> Iterator[Finding]:
     """Releases of what everything stands on, optional readers, cores and host memory."""
+    from draftline.target.facts import is_gguf
+
     for name in SUPPORTED:
         yield _release(name)
-    wants_gguf = context.target is not None and context.target.model.lower().endswith(".gguf")
-    yield _gguf_reader(needed=wants_gguf)
+    yield _gguf_reader(needed=context.target is not None and is_gguf(context.target))
     yield Finding("ok", f"{os.cpu_count()} CPU cores")
     free, total = device_memory_bytes("cpu")
     what = f"host memory: {_gib(free)} of {_gib(total)} free"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 _PROVED_SAMPLES = 3
 
 
-def load_lenders(plan: RunPlan) -> list[StoredTarget]:
+def load_lenders(plan: RunPlan, tokenizer: Any) -> list[StoredTarget]:
     """One for each target worker: embedding, head and final norm, shared by workers on one device.
+
+    Args:
+        tokenizer: the target's.
 
     Raises:
         UserError: the drafter's taps are not captured; see `load_lender`.
@@ -33,7 +36,7 @@ def load_lenders(plan: RunPlan) -> list[StoredTarget]:
     for name in plan.config.pipeline.target_devices:
         device = torch.device(first_device(name))
         same = next((t for t in loaded if t.device == device), None)
-        loaded.append(load_lender(plan.config.target, device, share_with=same))
+        loaded.append(load_lender(plan.config.target, device, share_with=same, tokenizer=tokenizer))
     return loaded
 
 

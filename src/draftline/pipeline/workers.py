@@ -60,7 +60,7 @@ def load_targets(plan: RunPlan) -> Sequence[Target]:
     if validation is not None:
         require_tokenizer(read_manifest(validation), tokenizer, where=str(validation))
     if plan.config.target.backend.kind != "local":
-        return load_lenders(plan)
+        return load_lenders(plan, tokenizer)
     loaded: list[LoadedTarget] = []
     for device in plan.config.pipeline.target_devices:
         same = next((t for t in loaded if t.place == device), None)

@@ -122,6 +122,11 @@ class ModelSource:
             ) from None
 
 
+def is_gguf(config: TargetConfig) -> bool:
+    """True if `target.model` names a .gguf file."""
+    return Path(config.model).suffix.lower() == ".gguf"
+
+
 def model_source(config: TargetConfig) -> ModelSource:
     """Resolve `target.model` without touching the network.
 
@@ -130,7 +135,7 @@ def model_source(config: TargetConfig) -> ModelSource:
             extra missing.
     """
     path = Path(config.model).expanduser()
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(config):
         return _gguf_source(path, config)
     if path.is_file():
         raise UserError("is a file but not a .gguf file", where=_where(config), mend="give a model folder or hub id")

@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from draftline.config.schema import TargetConfig
+from draftline.target.facts import is_gguf
 from draftline.target.gguf_once import read_gguf_once
 from draftline.target.load import load_target, load_tokenizer
 
@@ -21,7 +22,7 @@ def unpack_target(config: TargetConfig, folder: Path) -> TargetConfig:
     Returns:
         the configuration of the same target in its new place.
     """
-    with read_gguf_once() if config.model.lower().endswith(".gguf") else nullcontext():
+    with read_gguf_once() if is_gguf(config) else nullcontext():
         tokenizer = load_tokenizer(config)
         target = load_target(config.model_copy(update={"dtype": "float32"}), "cpu", tokenizer=tokenizer)
     hf_config = copy.deepcopy(target.model.config)

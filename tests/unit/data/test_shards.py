@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -172,7 +173,11 @@ def test_a_tokenizer_without_a_fast_backend_has_a_fingerprint(tmp_path: Path) ->
 
 def test_ids_that_no_tokenizer_made_are_not_judged(tmp_path: Path) -> None:
     write(tmp_path / "data", random_samples(3))
-    TokenDataset.open(tmp_path / "data").require_tokenizer(build_tokenizer())
+    tokenizer = Mock(wraps=build_tokenizer())
+    TokenDataset.open(tmp_path / "data").require_tokenizer(tokenizer)
+    assert not tokenizer.mock_calls
+    with pytest.raises(UserError, match="the data was prepared with tokenizer aaaa, the target has"):
+        with_manifest(tmp_path / "data", tokenizer_fingerprint="ids:aaaa").require_tokenizer(build_tokenizer())
 
 
 def test_zero_samples_are_refused_with_the_reasons_and_nothing_is_left(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from draftline.target.facts import (
     facts_from_hf,
     first_line,
     generation_eos_ids,
+    is_gguf,
     load_hf_config,
     model_source,
 )
@@ -52,8 +53,7 @@ class LentNames:
 
 def is_lent_by_name(config: TargetConfig) -> bool:
     """Whether a target that was loaded can tell `LentNames`: its files hold the weights as they are."""
-    is_gguf = config.model.lower().endswith(".gguf")
-    return config.backend.kind == "local" and config.quantization is None and not is_gguf
+    return config.backend.kind == "local" and config.quantization is None and not is_gguf(config)
 
 
 def lent_names(target: LoadedTarget) -> LentNames | None:
@@ -92,11 +92,14 @@ def read_lent(config: TargetConfig, facts: TargetFacts, lent: LentNames, device:
     return _lender(found, facts, None, lent.stop_token_ids, device)
 
 
-def load_lender(config: TargetConfig, device: torch.device, *, share_with: StoredTarget | None = None) -> StoredTarget:
+def load_lender(
+    config: TargetConfig, device: torch.device, *, share_with: StoredTarget | None = None, tokenizer: Any = None
+) -> StoredTarget:
     """Reads three weights of a target and none of its layers.
 
     Args:
         share_with: already read; on the same device nothing is copied.
+        tokenizer: saves reading it again for the stop token ids.
 
     Raises:
         UserError: the files hold no such weights, or are not safetensors.
@@ -113,7 +116,8 @@ def load_lender(config: TargetConfig, device: torch.device, *, share_with: Store
     source = model_source(config)
     found = _read(source, names, dtype=resolve_dtype(config, device), device=device, tied=_is_tied(hf_config))
     _check_shapes(found, facts, source.name)
-    stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(load_tokenizer(config))))
+    tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
+    stops = frozenset((*facts.eos_token_ids, *tokenizer_stop_ids(tokenizer)))
     return _lender(found, facts, norm, stops, device)
 
 
