@@ -93,6 +93,7 @@ def long_run(lab: Lab, variant: Variant, peak_rate: float) -> Figures:
         for s in course.snapshots
     ]
     found["walked"] = found["marks"][-1]["walked"]
+    found["lookup"] = {name: lab.scorer.walk_lookup(name) for name in KEPT_SETS}
     found["decoded"] = decode_all(lab, spec, course, (None, settings.budget))
     print(f"  {_line(found)}", flush=True)
     lab.free()
