@@ -315,7 +315,9 @@ def _estimate_verdicts(found: Sequence[Estimate]) -> list[str]:
         lines.append(f"- The walk along the decoded texts is off by {100 * max(exact):.1f} % at most (asked: 5 %).")
     if found:
         worst = 100 * max(abs(e.off) for e in found)
-        lines.append(f"- The walk along the kept answers to the same prompts, often other texts: {worst:.1f} % at most.")
+        lines.append(
+            f"- The walk along the kept answers to the same prompts, often other texts: {worst:.1f} % at most."
+        )
     return lines
 
 

@@ -296,12 +296,34 @@ def test_a_decoded_text_takes_the_place_of_the_kept_answer(real):
     assert real.scoring.split_sample(sample) == ([5, 6], [9, 3, 4])
 
 
-def test_an_estimate_is_judged_on_the_text_that_was_decoded_where_it_was_walked(real):
+def test_an_estimate_is_judged_on_the_kept_answer_and_on_the_text_that_was_decoded(real):
     walked = {"chain": {"acceptance_length": 2.0, "tokens": [4, 40], "rounds": [2, 20]}}
     decoded = {"acceptance_length": 2.5, "prompts": 1}
     part = {"walked": {"gsm8k": walked}, "decoded": {"gsm8k": {"chain": decoded}}}
     (old,) = real.tables.estimates({"main-ddtree": part})
-    assert (old.walked, old.along_it, round(old.off, 3)) == (2.0, None, -0.2)
+    assert (old.walked, old.along_it, round(old.off, 3), old.off_along_it) == (2.0, None, -0.2, None)
     decoded["walked_along_it"] = 2.45
     (new,) = real.tables.estimates({"long-recommended": part})
-    assert round(new.off, 3) == -0.02 and "2.450" in real.tables.estimate_table({"long-recommended": part})[-1]
+    assert round(new.off_along_it, 3) == -0.02
+    shown = real.tables.estimate_table({"long-recommended": part})[-1]
+    assert shown == "| long run, gsm8k | chain | 2.500 | 2.000 | -20.0 % | 2.450 | -2.0 % |"
+    lines = real.tables._estimate_verdicts([old, new])
+    assert "decoded texts is off by 2.0 % at most" in lines[0] and "20.0 % at most" in lines[1]
+    assert len(real.tables._estimate_verdicts([old])) == 1
+
+
+def test_the_long_run_is_compared_with_a_lookup_along_its_own_answers(real):
+    parts = made_up_parts(real)
+    assert "Chain above prompt lookup on: gsm8k, arena, general" in "\n".join(real.tables.verdicts(parts))
+    parts["long-recommended"]["lookup"] = {"gsm8k": scored(1.5), "arena": scored(5.0), "general": scored(1.5)}
+    assert "Chain above prompt lookup on: gsm8k, general" in "\n".join(real.tables.verdicts(parts))
+    rows = [line for line in real.tables.loop_table(parts) if line.startswith("| arena")]
+    assert rows == ["| arena | repeats | 4 | 5.05 | 3.65 |", "| arena | others | 0 |  |  |"]
+
+
+def test_the_page_tells_what_it_took_from_nothing_and_the_long_run_apart(real):
+    parts = made_up_parts(real)
+    assert not [line for line in real.tables.verdicts(parts) if "from nothing" in line]
+    parts["answers"] = {"part_s": 80.4, "environment": ENVIRONMENT}
+    parts["baselines"]["part_s"], parts["long-recommended"]["part_s"] = 20.2, 300.0
+    assert "- 2 parts from nothing in 101 s (asked: 1500); the long run 300 s more." in real.tables.verdicts(parts)
