@@ -6,7 +6,8 @@
 Five taps, no teacher, random weights and tokens. The peers, both in transformers' SDPA attention without gradient:
 `hf_logits` is the model as one would call it (all layers, logits of every position); `hf_states` asks for the hidden
 states of all layers and the logits of the last position only. Peers see a row as one document; draftline is timed on
-the same row and on the same number of tokens packed from samples of about 400. Timed in turn.
+the same row and on the same number of tokens packed from samples of about 400, each also with `target.fused_norms`.
+Timed in turn.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def planned(samples: list[Sample]) -> PlannedRow:
 
 def make_calls(target: LoadedTarget, row_tokens: int, sample_tokens: int) -> dict[str, Callable[[], Any]]:
     taps = default_taps(target.num_layers, 5)
-    capture = TargetCapture(target, taps, want_final=False, layout=natural_layout(target))
+    plain_norms, fused_norms = (
+        TargetCapture(target, taps, want_final=False, layout=natural_layout(target), fused_norms=fused)
+        for fused in (False, True)
+    )
     one = make_samples([row_tokens], target.vocab_size)
     short = make_samples([sample_tokens] * (row_tokens // sample_tokens), target.vocab_size)
     rest = row_tokens % sample_tokens
@@ -110,8 +114,10 @@ def make_calls(target: LoadedTarget, row_tokens: int, sample_tokens: int) -> dic
     return {
         "hf_logits": plain,
         "hf_states": lambda: plain(output_hidden_states=True, logits_to_keep=1),
-        "draftline": lambda: capture.capture(planned(one), one),
-        "draftline_packed": lambda: capture.capture(planned(short), short),
+        "draftline": lambda: plain_norms.capture(planned(one), one),
+        "draftline_packed": lambda: plain_norms.capture(planned(short), short),
+        "draftline_fused": lambda: fused_norms.capture(planned(one), one),
+        "draftline_fused_packed": lambda: fused_norms.capture(planned(short), short),
     }
 
 
@@ -134,7 +140,7 @@ def measure(target: LoadedTarget, row_tokens: int, sample_tokens: int, rounds: i
             "tokens_per_s": row_tokens / seconds,
             "peak_gib": None if peak is None else peak / GIB,
         }
-    for name in ("draftline", "draftline_packed"):
+    for name in (name for name in calls if name.startswith("draftline")):
         for peer in ("hf_logits", "hf_states"):
             found[name][f"speed_against_{peer}"] = found[peer]["median_s"] / found[name]["median_s"]
     return found

@@ -147,6 +147,7 @@ def test_fp8_states_are_smaller_train_and_tell_their_error(make_run, tmp_path) -
         (["states.dtype=fp8"], "dtype is float32 there, fp8 here"),
         (["target.dtype=bfloat16"], "compute_dtype is float32 there, bfloat16 here"),
         (["target.quantization=int8"], "quantization is none there, int8 here"),
+        (["target.fused_norms=true"], "backend is local there, local with fused norms here"),
     ],
 )
 def test_changed_settings_are_refused_with_both_values(make_run, tmp_path, changes, message) -> None:
@@ -270,6 +271,10 @@ def test_damaged_states_are_refused_or_fail_by_name(make_run, tmp_path) -> None:
         (["states.mode=offline"], "needs states.path"),
         (["states.mode=cache", "states.path=x", "pipeline.state_cache_bytes=1"], "state_cache_bytes: 0"),
         (["states.mode=offline", "states.path=x", "drafter.init=target_layers"], "does not load"),
+        (
+            ["target.fused_norms=true", "target.backend={kind: files, path: x, aux_layer_ids: [1, 3, 4]}"],
+            "target.fused_norms: false",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(make_run, overrides, message) -> None:

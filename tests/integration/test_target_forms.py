@@ -55,6 +55,15 @@ def test_a_quantised_target_is_another_target_and_lends_plain_numbers(tiny_targe
     assert self_test(rounded, (0, 2)).head_top1 == 1.0
 
 
+def test_fused_norms_train_on_the_same_states_to_rounding(make_run) -> None:
+    weights = []
+    for chosen in ("false", "true"):
+        run = make_run("max_rows=2", f"target.fused_norms={chosen}", name=chosen)
+        assert train(make_run_plan(run)).ledger.remaining == 0
+        weights.append(weights_of(run.output))
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-4) for name in weights[0])
+
+
 def test_a_drafter_starts_from_the_layers_of_a_quantised_target(make_run) -> None:
     run = make_run(
         "target.quantization=int8", "drafter.init=target_layers", "drafter.intermediate_size=null", "max_rows=2"

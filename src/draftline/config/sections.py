@@ -62,6 +62,10 @@ class TargetConfig(Section):
         description="Linear weights quantised when loaded, by torchao (extra `quantized`); null: as the files are. "
         "int8_dynamic also rounds what goes into them.",
     )
+    fused_norms: bool = Field(
+        default=False,
+        description="Capture with RMS norms in one kernel each: less time, and states that differ by roundings.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code from the model repository. Never implied.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the chat template in training and serving, e.g. enable_thinking."
@@ -74,6 +78,11 @@ class TargetConfig(Section):
             raise ValueError(
                 f"target.quantization is for a target that runs here, target.backend is {self.backend.kind}; "
                 "set target.quantization: null"
+            )
+        if self.fused_norms and self.backend.kind != "local":
+            raise ValueError(
+                f"target.fused_norms is for a target that runs here, target.backend is {self.backend.kind}; "
+                "set target.fused_norms: false"
             )
         return self
 

@@ -31,6 +31,7 @@ from draftline.errors import RunFailedError, UserError
 from draftline.records import HiddenStateRow, PlannedRow
 from draftline.target.conventions import check_taps
 from draftline.target.facts import LENGTH_DEPENDENT_ROPE
+from draftline.target.fused_norms import with_fused_norms
 from draftline.target.load import LoadedTarget
 from draftline.target.varlen import MAX_HEAD_DIM, with_backend
 
@@ -108,19 +109,29 @@ class TargetCapture:
             behind the last tap runs.
         layout: how samples are kept apart: what the self-test settled on (`SelfTestReport.layout`). None: padded or
             single, which need no proof of the mask.
+        fused_norms: RMS norms in one kernel each; states then differ from the model's own by roundings. None: as
+            `target.fused_norms` of the target's configuration says.
 
     Raises:
         UserError: taps outside the target or on its last layer.
     """
 
     def __init__(
-        self, target: LoadedTarget, taps: tuple[int, ...], *, want_final: bool, layout: CaptureLayout | None = None
+        self,
+        target: LoadedTarget,
+        taps: tuple[int, ...],
+        *,
+        want_final: bool,
+        layout: CaptureLayout | None = None,
+        fused_norms: bool | None = None,
     ) -> None:
         self.target, self.want_final = target, want_final
         self.taps = check_taps(taps, target.num_layers)
         self.layout: CaptureLayout = layout or _unproven_layout(target)
         self._local = threading.local()
-        decoder = with_backend(target.decoder) if self.layout == "varlen" else target.decoder
+        fused = target.config.fused_norms if fused_norms is None else fused_norms
+        decoder = with_fused_norms(target.decoder) if fused else target.decoder
+        decoder = with_backend(decoder) if self.layout == "varlen" else decoder
         self._decoder = _decoder_view(target, decoder, self.taps, self._on_tap, whole=want_final)
 
     def capture(self, planned: PlannedRow, samples: Sequence[SampleLike]) -> HiddenStateRow:

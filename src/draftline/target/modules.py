@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,3 +34,18 @@ def find_layers(model: Any, facts: TargetFacts) -> tuple[Any, str]:
 def find_norm(decoder: Any) -> str | None:
     """Attribute of the decoder that holds the final norm, or None."""
     return next((name for name in _NORM_NAMES if isinstance(getattr(decoder, name, None), nn.Module)), None)
+
+
+def twin(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> Any:
+    """A shallow twin of a module tree in which `change(m)` stands wherever that is not `m` itself.
+
+    Weights and modules below which nothing changes are shared; the tree itself stays as it is. A changed module gets
+    the twins of its children.
+    """
+    children = {name: None if child is None else twin(child, change) for name, child in module._modules.items()}
+    changed = change(module)
+    if changed is module and all(children[name] is child for name, child in module._modules.items()):
+        return module
+    result = copy.copy(module) if changed is module else changed
+    result._modules = children
+    return result

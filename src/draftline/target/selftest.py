@@ -8,7 +8,8 @@ Checked on a few random token sequences, each against the model's own forward of
     taps        each captured layer is hidden_states[tap + 1] of the model
     health      no state is non-finite or zero, and each varies over positions
     isolation   with another first sample in the row, the others keep their states
-    layout      the whole row equals each sample alone; a layout that does not prove itself falls back to the next
+    layout      the whole row equals each sample alone, also with `target.fused_norms`; a layout that does not prove
+                itself falls back to the next
 
 Errors are relative, |a - b| / |b| of a token's vector: the largest over tokens in fp32; in 16 bits the median, since a
 rounding that sends one token to another expert makes it differ without anything being wrong. A state one layer off
@@ -153,7 +154,8 @@ def self_test(
     truths = [_model_truth(target, sample) for sample in samples]
     embedding_error = _check_embedding(checker, samples, truths)
     head_error, head_top1 = _check_head(checker, truths)
-    alone = [make(target, taps, "single").capture(_row([s]), [s]) for s in samples]
+    exact = make_capture or _make_exact_capture
+    alone = [exact(target, taps, "single").capture(_row([s]), [s]) for s in samples]
     tap_errors, tap_rms = _check_taps(checker, taps, alone, truths)
     final_error = _check_final(checker, alone, truths)
     layout, isolation_error, layout_error = _settle_layout(checker, make, taps, samples, alone)
@@ -199,6 +201,11 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _make_capture(target: LoadedTarget, taps: tuple[int, ...], layout: CaptureLayout) -> CaptureBackend:
     return TargetCapture(target, taps, want_final=True, layout=layout)
+
+
+def _make_exact_capture(target: LoadedTarget, taps: tuple[int, ...], layout: CaptureLayout) -> CaptureBackend:
+    """In the model's own arithmetic, whatever kernels the rows are captured with."""
+    return TargetCapture(target, taps, want_final=True, layout=layout, fused_norms=False)
 
 
 def _probe(sample_id: str, ids: np.ndarray) -> ProbeSample:

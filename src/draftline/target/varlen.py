@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from draftline.errors import RunFailedError
+from draftline.target.modules import twin
 
 BACKEND = "draftline_varlen"
 MAX_HEAD_DIM = 256
@@ -35,7 +36,16 @@ def with_backend(decoder: Any) -> Any:
     register_backend()
     config = copy.copy(decoder.config)
     config._attn_implementation = BACKEND
-    return _with_config(decoder, decoder.config, config)
+    before = decoder.config
+
+    def with_config(module: nn.Module) -> nn.Module:
+        if module.__dict__.get("config") is not before:
+            return module
+        changed = copy.copy(module)
+        changed.config = config
+        return changed
+
+    return twin(decoder, with_config)
 
 
 def varlen_attention_forward(
@@ -90,15 +100,3 @@ def varlen_kernel(
     )
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def _with_config(module: nn.Module, old: Any, new: Any) -> nn.Module:
-    children = {n: c if c is None else _with_config(c, old, new) for n, c in module._modules.items()}
-    names_it = module.__dict__.get("config") is old
-    if not names_it and all(children[n] is c for n, c in module._modules.items()):
-        return module
-    twin = copy.copy(module)
-    twin._modules = children
-    if names_it:
-        twin.config = new
-    return twin
