@@ -17,12 +17,12 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from argtypes import json_file, whole
 from draftline.config.drafter_spec import default_taps
 from draftline.config.schema import TargetConfig
 from draftline.records import PlannedRow
@@ -148,9 +148,9 @@ def measure(target: LoadedTarget, row_tokens: int, sample_tokens: int, rounds: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for any machine")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=whole(1), default=9)
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -15,12 +15,12 @@ import json
 import statistics
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from argtypes import json_file, whole, wholes
 from draftline.cluster.crew import start_queue
 from draftline.cluster.link import QueueLink
 from draftline.cluster.messages import QueueSetup, Step
@@ -168,16 +168,18 @@ def is_saturated(rates: list[float]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="1,2,4,8,16,32,64", help="Targets, and as many drafters.")
-    parser.add_argument("--rows", type=int, default=3000)
-    parser.add_argument("--clients", type=int, default=4, help="Processes that share the workers.")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--workers", type=wholes, default=(1, 2, 4, 8, 16, 32, 64), help="Targets, and as many drafters."
+    )
+    parser.add_argument("--rows", type=whole(1), default=3000)
+    parser.add_argument("--clients", type=whole(1), default=4, help="Processes that share the workers.")
+    parser.add_argument("--output", type=json_file)
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=8, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
     call_s = empty_call_s()
     print(f"one call, nobody else calling: {1e6 * call_s:.0f} us")
     found: dict[str, dict[str, float]] = {"actor_rows_per_s": {}, "core_rows_per_s": {}}
-    for workers in map(int, arguments.workers.split(",")):
+    for workers in arguments.workers:
         through = through_the_actor(workers, arguments.rows, arguments.clients)
         bare = without_ray(workers, arguments.rows)
         found["actor_rows_per_s"][str(workers)], found["core_rows_per_s"][str(workers)] = through, bare

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from argtypes import json_file, positive, whole
 from draftline.capacity import Rates, Rounds, best_split, expect
 from draftline.pipeline.core import CoreSettings, Lease, PipelineCore, RowItem, StopItem, SyncItem
 from draftline.records import PlannedRow
@@ -258,9 +259,9 @@ def measured(queue_rows_per_s: float | None) -> tuple[tuple[float, float], float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="Rounds simulated.")
-    parser.add_argument("--queue-rows-per-s", type=float, help="Of the queue actor; default: as measured.")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rounds", type=whole(1), default=3, help="Rounds simulated.")
+    parser.add_argument("--queue-rows-per-s", type=positive, help="Of the queue actor; default: as measured.")
+    parser.add_argument("--output", type=json_file)
     arguments = parser.parse_args()
     row_s, call_s = measured(arguments.queue_rows_per_s)
     print(f"a row: {row_s[0]:.3f} s to capture, {row_s[1]:.3f} s to train; a call to the queue: {1e6 * call_s:.0f} us")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from argtypes import json_file, one_of, whole
 from draftline.cluster.train import cluster_plan, train_on_cluster
 from draftline.config.load import load_config
 from draftline.pipeline.coordinator import TrainResult, train
@@ -25,6 +26,7 @@ from draftline.recipes import recipe_path
 from measure import environment
 
 NEEDED = 0.8
+KINDS = ("threads", "slab", "objects")
 
 
 def run_once(kind: str, arguments: argparse.Namespace, output: Path) -> TrainResult:
@@ -45,12 +47,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kinds", default="threads,slab,objects")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", type=whole(1), default=24)
+    parser.add_argument("--rounds", type=whole(1), default=2)
+    parser.add_argument("--kinds", type=one_of(KINDS), default=KINDS, help="threads among them")
+    parser.add_argument("--output", type=json_file)
     arguments = parser.parse_args()
-    kinds = arguments.kinds.split(",")
+    kinds = arguments.kinds
     speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
     work = Path(tempfile.mkdtemp())
     for number in range(arguments.rounds):

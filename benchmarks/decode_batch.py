@@ -14,12 +14,12 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
+from argtypes import json_file, one_of, whole
 from decode_speed import random_target
 from draftline.config.schema import DrafterConfig
 from draftline.data import answering
@@ -49,6 +49,7 @@ SHAPE = {
 }
 TINY = SHAPE | {"vocab_size": 512, "num_hidden_layers": 2, "hidden_size": 144, "intermediate_size": 96, "head_dim": 16}
 BLOCK_SIZE, BUDGET = 16, 64
+METHODS = ("plain", "chain", "tree", "answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +151,17 @@ def unwrapped(function: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--methods", default="plain,chain,tree,answers", help="comma-separated")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
+    parser.add_argument("--prompts", type=whole(1), default=64)
+    parser.add_argument("--new-tokens", type=whole(1), default=48)
+    parser.add_argument("--methods", type=one_of(METHODS), default=METHODS, help="comma-separated")
     parser.add_argument("--tiny", action="store_true", help="a small shape, for any machine")
     chosen = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     prompts, new_tokens = (4, 6) if chosen.tiny else (chosen.prompts, chosen.new_tokens)
     bench = make_bench(device, prompts, new_tokens, tiny=chosen.tiny)
     report: dict[str, Any] = {"environment": environment(device), "prompts": prompts, "new_tokens": new_tokens}
-    for method in chosen.methods.split(","):
+    for method in chosen.methods:
         report[method] = measure(bench, method)
         print(method, json.dumps({k: round(v, 2) for k, v in report[method].items()}), flush=True)
         chosen.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from argtypes import json_file, whole, wholes
 from draftline.config.schema import DrafterConfig, TargetConfig
 from draftline.decode.chain import BoundDrafter
 from draftline.decode.generation import device_clock
@@ -69,7 +70,7 @@ TINY = Qwen3Config(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
-TINY_DEFAULTS = {"contexts": "32,96", "modes": "off,graph", "budgets": "8", "rounds": 3}
+TINY_DEFAULTS = {"contexts": (32, 96), "modes": "off,graph", "budgets": (8,), "rounds": 3}
 
 
 @dataclass(slots=True)
@@ -234,13 +235,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", help="folder, hub id or .gguf file; default: random weights of Qwen3-8B's shape")
     parser.add_argument("--drafter", help="export or run folder; default: random weights, 5 layers, blocks of 16")
-    parser.add_argument("--contexts", default="512,4096,16384", help="context lengths in tokens")
+    parser.add_argument("--contexts", type=wholes, default=(512, 4096, 16384), help="context lengths in tokens")
     parser.add_argument("--modes", default="off,graph,inductor", help="off, graph, inductor, eager, aot_eager")
-    parser.add_argument("--budgets", default="64,256", help="drafts of the trees")
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds")
+    parser.add_argument("--budgets", type=wholes, default=(64, 256), help="drafts of the trees")
+    parser.add_argument("--rounds", type=whole(1), default=30, help="timed rounds")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true", help="a tiny pair, for any machine")
-    parser.add_argument("--output", type=Path, help="JSON file; default: print")
+    parser.add_argument("--output", type=json_file, help="JSON file; default: print")
     options = parser.parse_args(arguments)
     if options.tiny:
         for name, value in TINY_DEFAULTS.items():
@@ -254,11 +255,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     modes = [parse_compile_mode(name) for name in options.modes.split(",")]
     started_s = time.monotonic()
     target, bound = load_pair(options, device)
-    trees = verify_inputs(target, bound.block_size, [int(b) for b in options.budgets.split(",")])
-    found = [
-        measure_context(target, bound, int(context), modes, trees, options.rounds)
-        for context in options.contexts.split(",")
-    ]
+    trees = verify_inputs(target, bound.block_size, options.budgets)
+    found = [measure_context(target, bound, context, modes, trees, options.rounds) for context in options.contexts]
     return {
         "command": "python benchmarks/decode_speed.py" + (" --tiny" if options.tiny else ""),
         "target": {"model": Path(target.config.model).name, "dtype": str(target.dtype), "layers": target.num_layers},

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from argtypes import one_of, positive, whole
 from big_target import LAYERS, choose_kind
 from draftline.capacity import Rates, ranked_splits
 from draftline.errors import UserError
@@ -72,22 +73,38 @@ class Parts:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
+PARTS = ("single", "together", "run", "stop")
+
+
+def checked_splits(text: str) -> str:
+    """`--splits`, each checked: T:D of whole numbers above 0, or `plan`."""
+    for item in text.split(","):
+        sides = item.split(":")
+        if item != "plan" and not (len(sides) == 2 and all(s.isdecimal() and int(s) > 0 for s in sides)):
+            raise argparse.ArgumentTypeError(f"{item!r} is neither T:D, as 5:3, nor plan")
+    return text
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for results and run folders")
-    parser.add_argument("--gpus", type=int, default=None, help="GPUs used, from cuda:0 on; default: all")
-    parser.add_argument("--splits", default="plan", help="T:D, comma-separated; `plan`: what the plan recommends")
+    parser.add_argument("--gpus", type=whole(1), default=None, help="GPUs used, from cuda:0 on; default: all")
+    parser.add_argument(
+        "--splits", type=checked_splits, default="plan", help="T:D, comma-separated; `plan`: what the plan recommends"
+    )
     parser.add_argument("--scheme", choices=("shared", "partitioned", "both"), default="shared")
     parser.add_argument("--sync", choices=("average", "copy"), default="average", help="copy: one way, the old scheme")
-    parser.add_argument("--parts", default="single,together,run,stop", help="which parts")
-    parser.add_argument("--target-layers", type=int, default=None, help=f"default {LAYERS}, tiny {TINY_LAYERS}")
+    parser.add_argument("--parts", type=one_of(PARTS), default=PARTS, help="which parts, comma-separated")
+    parser.add_argument("--target-layers", type=whole(1), default=None, help=f"default {LAYERS}, tiny {TINY_LAYERS}")
     parser.add_argument("--target-kind", choices=("auto", "hybrid", "dense"), default="auto")
-    parser.add_argument("--every-rows", type=int, default=None, help="rows of a drafter a round; 50, with copy 100")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds counted in a run")
-    parser.add_argument("--samples-per-row", type=int, default=4)
-    parser.add_argument("--single-rows", type=int, default=SINGLE_ROWS, help="rows counted for one worker alone")
-    parser.add_argument("--stop-every-rows", type=int, default=4, help="every-rows of the part `stop`")
-    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument(
+        "--every-rows", type=whole(1), default=None, help="rows of a drafter a round; 50, with copy 100"
+    )
+    parser.add_argument("--rounds", type=whole(1), default=1, help="rounds counted in a run")
+    parser.add_argument("--samples-per-row", type=whole(1), default=4)
+    parser.add_argument("--single-rows", type=whole(1), default=SINGLE_ROWS, help="rows counted for one worker alone")
+    parser.add_argument("--stop-every-rows", type=whole(1), default=4, help="every-rows of the part `stop`")
+    parser.add_argument("--budget-s", type=positive, default=540.0)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="of the configuration")
     return parser.parse_args(arguments)
@@ -140,10 +157,10 @@ def recommended(setup: Setup, alone: dict[str, Any]) -> tuple[int, int]:
 
 def measure_all(setup: Setup, parts: Parts, arguments: argparse.Namespace) -> dict[str, Any]:
     """All parts asked for, as far as time allows."""
-    wanted = arguments.parts.split(",")
+    wanted = arguments.parts
     found: dict[str, Any] = {"runs": []}
     alone = None
-    if wanted != ["stop"] or ("plan" in arguments.splits.split(",") and len(setup.devices) > 2):
+    if wanted != ("stop",) or ("plan" in arguments.splits.split(",") and len(setup.devices) > 2):
         alone = parts.done("single", lambda: single(setup, arguments.single_rows))
     found["single"] = alone
     splits = chosen_splits(setup, arguments.splits, alone)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from argtypes import json_file, whole
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import DrafterConfig, ExponentialDecay, ObjectiveConfig, OptimizerConfig, TargetConfig
 from draftline.data.answering import Prompt, Sampling, answer_batch, batches_of
@@ -136,10 +136,10 @@ def judge(curves: dict[str, list[float]], tested: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target's model")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--prompts", type=int, default=None, help="most prompts; all by default")
-    parser.add_argument("--mask-token-id", type=int, default=16)
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
+    parser.add_argument("--steps", type=whole(1), default=500)
+    parser.add_argument("--prompts", type=whole(1), default=None, help="most prompts; all by default")
+    parser.add_argument("--mask-token-id", type=whole(0), default=16)
     arguments = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     config = TargetConfig(model=arguments.target)

@@ -18,11 +18,11 @@ import json
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from argtypes import json_file, positive, whole
 from measure import environment
 
 KERNELS = 200
@@ -98,12 +98,14 @@ def measure(workers: int, seconds: float, size: int) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--workers", type=int, default=None, help="default: one a GPU, at least 2")
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--size", type=int, default=64, help="kernels work on size x size elements")
-    parser.add_argument("--host-s", type=float, default=None, help="host seconds that launch a row (a profile tells)")
-    parser.add_argument("--row-s", type=float, default=None, help="seconds of a row")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
+    parser.add_argument("--workers", type=whole(1), default=None, help="default: one a GPU, at least 2")
+    parser.add_argument("--seconds", type=positive, default=2.0)
+    parser.add_argument("--size", type=whole(1), default=64, help="kernels work on size x size elements")
+    parser.add_argument(
+        "--host-s", type=positive, default=None, help="host seconds that launch a row (a profile tells)"
+    )
+    parser.add_argument("--row-s", type=positive, default=None, help="seconds of a row")
     return parser.parse_args()
 
 

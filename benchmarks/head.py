@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from argtypes import json_file, whole, wholes
 from draftline.drafter.head import HeadForm, Teacher, product, run_head
 from draftline.drafter.head_fp8 import Fp8Head, quantize_head, require_fp8
 from draftline.drafter.head_plan import plan_slots
@@ -138,7 +139,7 @@ def has_fp8(device: torch.device) -> bool:
     return True
 
 
-def make_variants(chunks: list[int], fp8: bool) -> list[Variant]:
+def make_variants(chunks: Sequence[int], fp8: bool) -> list[Variant]:
     ce = LossTerms()
     recipe = LossTerms(ce=0.85, kl=0.15, cap=0.1)
     variants = [
@@ -262,10 +263,10 @@ def judge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for any machine")
-    parser.add_argument("--chunks", default="1024,1664,2048,3328", help="chunk sizes of the fused form")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chunks", type=wholes, default=(1024, 1664, 2048, 3328), help="chunk sizes of the fused form")
+    parser.add_argument("--rounds", type=whole(1), default=5)
     return parser.parse_args()
 
 
@@ -274,7 +275,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape, checked = (TINY, TINY) if arguments.tiny else (Shape(), CHECKED)
-    variants = make_variants([int(c) for c in arguments.chunks.split(",")], has_fp8(device))
+    variants = make_variants(arguments.chunks, has_fp8(device))
     watch = Stopwatch(device)
     errors = check_gradients(checked, variants, device, dtype)
     ceiling = measure_ceiling(device, dtype, 256 if arguments.tiny else 8192, watch)

@@ -57,6 +57,14 @@ def peak_bytes(device: torch.device, call: Callable[[], Any]) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def graph_pool_bytes(device: torch.device) -> int:
+    """What CUDA graphs hold for their replays: reserved in pools of their own, where it counts as free."""
+    if device.type != "cuda":
+        return 0
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == torch.device(device).index)
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions, commit and command."""
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from argtypes import json_file, whole
 from draftline.config.schema import MonitorConfig
 from draftline.drafter.loop import TrainedRow
 from draftline.drafter.metrics import StepStats
@@ -116,8 +117,8 @@ def measured(folder: Path, rows: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rows", type=int, default=5_000)
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
+    parser.add_argument("--rows", type=whole(1), default=5_000)
     arguments = parser.parse_args()
     load = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from argtypes import json_file, whole
 from draftline.data.prompts import builtin_prompts
 
 if TYPE_CHECKING:
@@ -287,10 +288,10 @@ def unpack_tokenizer(folder: Path) -> Path:
 def main() -> None:
     """Prints and writes the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--megabytes", type=whole(1), default=20)
+    parser.add_argument("--processes", type=whole(1), default=2)
+    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--output", type=json_file)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -16,10 +16,10 @@ import os
 import statistics
 import threading
 import time
-from pathlib import Path
 
 import torch
 
+from argtypes import json_file, whole
 from draftline.pipeline.core import CoreSettings, End, Meeting, StopItem, SyncItem
 from draftline.pipeline.threads import RowExchange
 from draftline.records import PlannedRow
@@ -70,10 +70,10 @@ def seconds_of(rows: int, producers: int, consumers: int) -> tuple[float, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--workers", type=int, default=8, help="producers, and as many consumers")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
+    parser.add_argument("--rows", type=whole(1), default=20_000)
+    parser.add_argument("--workers", type=whole(1), default=8, help="producers, and as many consumers")
+    parser.add_argument("--runs", type=whole(1), default=5)
     arguments = parser.parse_args()
     load = os.getloadavg()
     times = [seconds_of(arguments.rows, arguments.workers, arguments.workers) for _ in range(arguments.runs)]

@@ -20,12 +20,12 @@ import multiprocessing
 import statistics
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from argtypes import json_file, whole
 from draftline.cluster.refs import RowRef, slot_bytes
 from draftline.cluster.slab import Slab, remove_abandoned
 from draftline.cluster.store import ObjectStore
@@ -135,9 +135,9 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--tokens", type=whole(1), default=TOKENS)
+    parser.add_argument("--rounds", type=whole(1), default=12)
+    parser.add_argument("--output", type=json_file)
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=4, object_store_memory=2 << 30, include_dashboard=False, log_to_driver=False)
     found = measure(arguments.tokens, arguments.rounds)

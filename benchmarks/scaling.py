@@ -21,11 +21,11 @@ import statistics
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from argtypes import json_file, positive
 from draftline.capacity import Rates, Rounds, expect
 from draftline.config.schema import OptimizerConfig
 from draftline.drafter.loop import DrafterTrainLoop, TrainedRow
@@ -300,10 +300,10 @@ def judge(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the stages' own time in a run")
-    parser.add_argument("--drafter-s", type=float, default=0.15)
-    parser.add_argument("--target-s", type=float, default=None, help="measure this pair of stage times only")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
+    parser.add_argument("--seconds", type=positive, default=30.0, help="of the stages' own time in a run")
+    parser.add_argument("--drafter-s", type=positive, default=0.15)
+    parser.add_argument("--target-s", type=positive, default=None, help="measure this pair of stage times only")
     parser.add_argument("--averaging-s", type=float, default=0.02)
     parser.add_argument("--jitter", type=float, default=0.1)
     arguments = parser.parse_args()

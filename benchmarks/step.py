@@ -20,11 +20,11 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from argtypes import json_file, one_of, whole
 from draftline.config.drafter_spec import DrafterSpec
 from draftline.config.schema import ExponentialDecay, FeatureNoise, ObjectiveConfig, OptimizerConfig
 from draftline.drafter.compile_cache import compiled_kernels, process_cache
@@ -32,10 +32,11 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.optimizer import MasterOptimizer
 from draftline.drafter.step import DrafterStep
 from draftline.records import FrozenEmbedding, FrozenHead, HiddenStateRow
-from measure import GIB, Stopwatch, environment, measure_ceiling, peak_bytes
+from measure import GIB, Stopwatch, environment, graph_pool_bytes, measure_ceiling, peak_bytes
 from peers import SpecForgeSide, has_specforge
 
 LEARNING_RATE = 1e-4
+PARTS, TIMED = ("small", "q8", "q27", "ingredients"), ("step", "train")
 WARM_UP_STEPS = 2
 # Steps that are timed in one go: the host then runs ahead of the device, as it does in training.
 STEPS_AT_ONCE = 10
@@ -231,12 +232,12 @@ class Ready:
 def make_ready(inputs: Inputs, build: Callable[[], Any]) -> Ready:
     device = inputs.device
     shared = sum(t.numel() * t.element_size() for t in (inputs.embedding_VH, inputs.head_VH, inputs.row.taps_TF))
-    before = hold(device)
+    before, pools_before = hold(device), graph_pool_bytes(device)
     side = build()
     warm_up_s = Stopwatch(device).time(side.warm)
-    held = hold(device) - before
+    held, pools = hold(device) - before, graph_pool_bytes(device) - pools_before
     peak = peak_bytes(device, run_of(side))
-    return Ready(side, None if peak is None else (shared + held + peak) / GIB, warm_up_s)
+    return Ready(side, None if peak is None else (shared + held + peak + pools) / GIB, warm_up_s)
 
 
 def compare(inputs: Inputs, sides: dict[str, Callable[[], Any]], rounds: int, ceiling: float) -> dict[str, Any]:
@@ -354,12 +355,14 @@ def ingredients(big: Shape, small_anchors: int, small_block: int, device: torch.
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for any machine")
-    parser.add_argument("--parts", default="small,q8,q27,ingredients", help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", type=one_of(PARTS), default=PARTS, help="comma-separated")
+    parser.add_argument("--rounds", type=whole(1), default=7)
     parser.add_argument("--no-fp8", action="store_true")
-    parser.add_argument("--timed", default="step,train", help="step (no optimizer), train (with it), or both")
+    parser.add_argument(
+        "--timed", type=one_of(TIMED), default=TIMED, help="without the optimizer (step), with it, both"
+    )
     return parser.parse_args()
 
 
@@ -371,14 +374,14 @@ def main() -> None:
     ceiling = measure_ceiling(device, dtype, 256 if arguments.tiny else 8192, Stopwatch(device))
     report: dict[str, Any] = {"environment": environment(device), "ceiling_tflops": ceiling / 1e12}
     fp8 = device.type == "cuda" and not arguments.no_fp8
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         if part == "ingredients":
             big = shapes["q27"]
             report[part] = ingredients(big, big.anchors // 2, big.block_size // 2, device, arguments.rounds)
         else:
             inputs = Inputs(shapes[part], device, dtype)
             report[part] = {"shape": asdict(inputs.shape)} | against_peer(
-                inputs, arguments.rounds, ceiling, fp8, arguments.timed.split(",")
+                inputs, arguments.rounds, ceiling, fp8, arguments.timed
             )
             del inputs
             hold(device)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from argtypes import whole
 from draftline.config.load import load_config
 from draftline.config.schema import RunConfig, ValidationConfig
 from draftline.data.shards import TokenDataset
@@ -127,10 +128,12 @@ def main() -> None:
     """Prints costs, then agreement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block-size", type=int, help="cost of an untrained drafter with this block; no agreement")
+    parser.add_argument("--rows", type=whole(1), default=8)
+    parser.add_argument("--samples", type=whole(1), default=4)
+    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument(
+        "--block-size", type=whole(1), help="cost of an untrained drafter with this block; no agreement"
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
     config = load_config([options.run / "config.yaml"], options.overrides)

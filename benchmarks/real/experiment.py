@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from draftline.errors import DraftlineError
+from argtypes import positive
+from draftline.errors import DraftlineError, UserError
 from lab import Lab
 from measure import environment
 from parts import ablation, baselines, best_of, dev_scores, long_run, main_run, make_trainer, tune, with_seed
@@ -34,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for parts and everything made on the way")
     parser.add_argument("--merged", type=Path, default=None, help="all parts in one file; default OUTPUT/results.json")
     parser.add_argument("--answers", type=Path, default=None, help="default OUTPUT/answers.jsonl.gz")
-    parser.add_argument("--budget-s", type=float, default=1500.0, help="no part starts that would end later")
+    parser.add_argument("--budget-s", type=positive, default=1500.0, help="no part starts that would end later")
     parser.add_argument("--parts", default="", help="only parts whose names begin with one of these, comma-separated")
     parser.add_argument(
         "--recommend-early", action="store_true", help="choose a recipe from those ablations that there are"
@@ -49,6 +50,9 @@ class Experiment:
     Args:
         only: beginnings of part names; empty: all.
         recommend_early: do not wait for all ablations, and leave time for the recipe that is chosen.
+
+    Attributes:
+        names: parts that were reached, whether or not they ran.
     """
 
     def __init__(self, lab: Lab, store: Store, only: tuple[str, ...], *, recommend_early: bool) -> None:
@@ -58,6 +62,7 @@ class Experiment:
         wanted = recommend_early and store.find("main-recommended") is None
         self._reserve_s = self._main_cost_s() + NEW_SHAPE_S if wanted else 0.0
         self._shapes: set[tuple[int, int]] = set()
+        self.names: list[str] = []
 
     def run(self) -> None:
         """All parts, the most valuable first."""
@@ -138,8 +143,11 @@ class Experiment:
         return combine(dev_scores(scored, tree), least_gain=LEAST_GAIN)
 
     def _seeds(self, scored: dict[str, Figures], recommended: Variant | None, rate: float) -> None:
-        """Both recipes, the recommended one and the best single changes, with further seeds."""
-        if "plain" not in scored:
+        """Both recipes, the recommended one and the best single changes, with further seeds.
+
+        Not before enough changes were measured: which are the best is not known earlier.
+        """
+        if len(scored) < self._least_ablations or "plain" not in scored:
             return
         tree = f"tree@{self._settings.budget}"
         by_name = {variant.name: variant for variant in ABLATIONS}
@@ -171,6 +179,7 @@ class Experiment:
         self._part(f"sync-{kind}-{drafters}", lambda: replicas(self._lab, kind, drafters, rate, n_rows), cost_s)
 
     def _part(self, name: str, measure: Any, cost_s: float) -> Figures | None:
+        self.names.append(name)
         if self._only and not name.startswith(self._only):
             return self._store.find(name)
         return self._store.part(name, measure, cost_s=0.0 if self._lab.settings is TINY else cost_s)
@@ -199,7 +208,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         store.restore()
         only = tuple(filter(None, chosen.parts.split(",")))
-        Experiment(lab, store, only, recommend_early=chosen.recommend_early).run()
+        experiment = Experiment(lab, store, only, recommend_early=chosen.recommend_early)
+        experiment.run()
+        unknown = [start for start in only if not any(name.startswith(start) for name in experiment.names)]
+        if unknown:
+            mend = f"the parts that can run now are {', '.join(experiment.names)}"
+            raise UserError(f"no part begins with {', '.join(unknown)}", where="--parts", mend=mend)
     except DraftlineError as error:
         print(f"real: {error}")
         return error.exit_code

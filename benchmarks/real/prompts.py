@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +75,15 @@ def split_all(files: PromptFiles, settings: Settings) -> dict[str, list[Record]]
 def answer_all(files: PromptFiles, settings: Settings, target: TargetConfig, device: str) -> Record:
     """Lets the target answer all prompts (or takes the kept answers), and keeps them compressed."""
     if files.kept_answers.is_file() and not files.answers.is_file():
-        files.folder.mkdir(parents=True, exist_ok=True)
-        with gzip.open(files.kept_answers, "rb") as packed, files.answers.open("wb") as plain:
-            shutil.copyfileobj(packed, plain)
+        _unpack(files.kept_answers, files.answers)
         return {"from": "kept answers", "answers": sum(1 for _ in files.answers.open("rb"))}
     prompts = files.folder / "prompts.jsonl"
     _write_prompts(prompts, split_all(files, settings))
     report = _answer(prompts, files.answers, settings, target, device)
-    with files.answers.open("rb") as plain, gzip.open(files.kept_answers, "wb", compresslevel=6) as packed:
+    temporary = files.kept_answers.with_suffix(".tmp")
+    with files.answers.open("rb") as plain, gzip.open(temporary, "wb", compresslevel=6) as packed:
         shutil.copyfileobj(plain, packed)
+    temporary.rename(files.kept_answers)
     return {
         "from": "the target",
         "answers": report.out_rows,
@@ -91,6 +92,20 @@ def answer_all(files: PromptFiles, settings: Settings, target: TargetConfig, dev
         "new_tokens": report.new_tokens,
         "kept_bytes": files.kept_answers.stat().st_size,
     }
+
+
+def _unpack(archive: Path, path: Path) -> None:
+    """All of the archive or nothing: gzip tells at its end whether it was whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with gzip.open(archive, "rb") as packed, temporary.open("wb") as plain:
+            shutil.copyfileobj(packed, plain)
+    except (EOFError, OSError, zlib.error) as error:
+        temporary.unlink(missing_ok=True)
+        what = f"is no whole archive: {error}"
+        raise UserError(what, where=str(archive), mend="put a whole one back, or delete it to answer again") from None
+    temporary.rename(path)
 
 
 def answer_more(files: PromptFiles, settings: Settings, target: TargetConfig, device: str) -> None:

@@ -8,12 +8,13 @@ Tables stand between comment marks in the page; text between the tables is left 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from draftline.errors import DraftlineError, UserError
+from store import read_json
 from tables import (
     ablation_table,
     answer_table,
@@ -105,12 +106,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="results.json of run.py")
     parser.add_argument("--docs", type=Path, required=True, help="folder of results.md")
     chosen = parser.parse_args(arguments)
-    parts = json.loads(chosen.results.read_text(encoding="utf-8"))["parts"]
-    page = chosen.docs / "results.md"
-    text = updated_page(page.read_text(encoding="utf-8"), parts) if page.is_file() else new_page(parts)
-    page.write_text(text, encoding="utf-8")
-    plot(parts, chosen.docs)
+    try:
+        write_page(read_json(chosen.results, ("parts",))["parts"], chosen.docs)
+    except DraftlineError as error:
+        print(f"report: {error}")
+        return error.exit_code
     return 0
+
+
+def write_page(parts: Figures, docs: Path) -> None:
+    """The page and its plots, in a folder that exists.
+
+    Raises:
+        UserError: the folder or the page is not what it should be, or the first part is missing.
+    """
+    if "baselines" not in parts:
+        raise UserError("the part baselines is missing", where="results", mend="let run.py go on until it is there")
+    if not docs.is_dir():
+        raise UserError("is no folder", where=str(docs), mend="make it first")
+    page = docs / "results.md"
+    try:
+        text = updated_page(page.read_text(encoding="utf-8"), parts) if page.is_file() else new_page(parts)
+    except KeyError as error:
+        raise UserError(error.args[0], where=str(page), mend="put its marks back, or move the page away") from None
+    page.write_text(text, encoding="utf-8")
+    plot(parts, docs)
 
 
 if __name__ == "__main__":

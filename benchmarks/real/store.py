@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftline.errors import DraftlineError, UserError
+from draftline.errors import RunFailedError, UserError
 
 Figures = dict[str, Any]
 SCHEMA_VERSION = 1
 
 
-# What a part may end in; whatever else is raised ends the run.
-FAILURES = (DraftlineError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+# What a part may end in. Whatever else is raised ends the run, a user's mistake among it: all parts would meet it.
+FAILURES = (RunFailedError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class UnavailableError(Exception):
@@ -31,6 +31,25 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     temporary.rename(path)
+
+
+def read_json(path: Path, keys: tuple[str, ...]) -> Figures:
+    """A file that `write_json` wrote.
+
+    Raises:
+        UserError: it is damaged, or something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot be read: {error}", where=str(path), mend="move it away, or put a whole one back"
+        ) from None
+    missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+    if missing:
+        what = f"is no file of results (no {', '.join(missing)})"
+        raise UserError(what, where=str(path), mend="move it away, or put the right one back")
+    return dict(found)
 
 
 @dataclass
@@ -57,11 +76,15 @@ class Store:
         """Parts of the merged file that the folder lacks.
 
         Raises:
-            UserError: they were measured with other settings.
+            UserError: they were measured with other settings, the file is damaged, or the folder cannot be written.
         """
+        try:
+            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot be made: {error}", where=str(self.folder), mend="name another folder") from None
         if not self.merged.is_file():
             return
-        found = json.loads(self.merged.read_text(encoding="utf-8"))
+        found = read_json(self.merged, ("settings", "parts"))
         if found["settings"] != self.settings:
             changed = [k for k in self.settings if found["settings"].get(k) != self.settings[k]]
             raise UserError(
@@ -78,8 +101,7 @@ class Store:
     def find(self, name: str) -> Figures | None:
         """Figures of a part that was measured, or None."""
         path = self.path(name)
-        figures: Figures | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return figures
+        return read_json(path, ("part_s", "environment")) if path.is_file() else None
 
     def part(self, name: str, measure: Callable[[], Figures], *, cost_s: float) -> Figures | None:
         """The figures of a part, measured now or earlier; None if there is no time left, it cannot run here, or failed.
@@ -114,5 +136,5 @@ class Store:
     def merge(self) -> None:
         """Writes all parts into one file."""
         paths = sorted((self.folder / "parts").glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+        parts = {path.stem: read_json(path, ("part_s", "environment")) for path in paths}
         write_json(self.merged, {"schema_version": SCHEMA_VERSION, "settings": self.settings, "parts": parts})

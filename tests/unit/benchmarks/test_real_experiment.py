@@ -298,25 +298,38 @@ def test_a_decoded_text_takes_the_place_of_the_kept_answer(real):
 
 def test_an_estimate_is_judged_on_the_kept_answer_and_on_the_text_that_was_decoded(real):
     walked = {"chain": {"acceptance_length": 2.0, "tokens": [4, 40], "rounds": [2, 20]}}
-    decoded = {"acceptance_length": 2.5, "prompts": 1}
+    decoded = {"acceptance_length": 2.5, "prompts": 1, "tokens": [5], "rounds": [2]}
     part = {"walked": {"gsm8k": walked}, "decoded": {"gsm8k": {"chain": decoded}}}
-    (old,) = real.tables.estimates({"main-ddtree": part})
+    ((old,), _) = real.tables.estimates({"main-ddtree": part})
     assert (old.walked, old.along_it, round(old.off, 3), old.off_along_it) == (2.0, None, -0.2, None)
     decoded["walked_along_it"] = 2.45
-    (new,) = real.tables.estimates({"long-recommended": part})
-    assert round(new.off_along_it, 3) == -0.02
+    ((new,), (same,)) = real.tables.estimates({"long-recommended": part})
+    assert round(new.off_along_it, 3) == -0.02 and same.cells()[2:] == new.cells()[2:]
     shown = real.tables.estimate_table({"long-recommended": part})[-1]
     assert shown == "| long run, gsm8k | chain | 2.500 | 2.000 | -20.0 % | 2.450 | -2.0 % |"
-    lines = real.tables._estimate_verdicts([old, new])
-    assert "decoded texts is off by 2.0 % at most" in lines[0] and "20.0 % at most" in lines[1]
-    assert len(real.tables._estimate_verdicts([old])) == 1
+    (line,) = real.tables._estimate_verdicts([old, new], [])
+    assert "20.0 % apart at most" in line and line.endswith("along the decoded texts 2.0 %.")
+    assert "decoded texts" not in real.tables._estimate_verdicts([old], [])[0]
+
+
+def test_an_estimate_over_all_sets_pools_tokens_and_rounds(real):
+    one = {"chain": {"tokens": [10, 99], "rounds": [5, 9]}}, {"chain": {"prompts": 1, "tokens": [12], "rounds": [4]}}
+    two = {"chain": {"tokens": [30], "rounds": [5]}}, {"chain": {"prompts": 1, "tokens": [30], "rounds": [6]}}
+    for (_, decoded), along in ((one, 2.0), (two, 6.0)):
+        decoded["chain"]["walked_along_it"] = along
+    part = {"walked": {"gsm8k": one[0], "arena": two[0]}, "decoded": {"gsm8k": one[1], "arena": two[1]}}
+    by_set, (pooled,) = real.tables.estimates({"main-ddtree": part})
+    assert len(by_set) == 2
+    assert (pooled.walked, pooled.decoded) == (4.0, 4.2)
+    assert pooled.along_it == pytest.approx(42 / (12 / 2.0 + 30 / 6.0))
 
 
 def test_the_long_run_is_compared_with_a_lookup_along_its_own_answers(real):
     parts = made_up_parts(real)
-    assert "Chain above prompt lookup on: gsm8k, arena, general" in "\n".join(real.tables.verdicts(parts))
+    assert "Chain above prompt lookup on 3 of 3 sets" in "\n".join(real.tables.verdicts(parts))
     parts["long-recommended"]["lookup"] = {"gsm8k": scored(1.5), "arena": scored(5.0), "general": scored(1.5)}
-    assert "Chain above prompt lookup on: gsm8k, general" in "\n".join(real.tables.verdicts(parts))
+    told = "Chain above prompt lookup on 2 of 3 sets (asked: all): gsm8k 3.60 to 1.50, arena 3.60 to 5.00, general"
+    assert told in "\n".join(real.tables.verdicts(parts))
     rows = [line for line in real.tables.loop_table(parts) if line.startswith("| arena")]
     assert rows == ["| arena | repeats | 4 | 5.05 | 3.65 |", "| arena | others | 0 |  |  |"]
 

@@ -40,6 +40,7 @@ NO_COMMANDS = {
     ("pipeline.md", "planned -> leased"),
     ("pipeline.md", "T + D * (1 +"),
     ("planning.md", "shared queue X ="),
+    ("results.md", "objective:"),
     ("states.md", "manifest.json"),
     ("states.md", "pipeline:"),
     ("states.md", "target:"),
