@@ -66,9 +66,9 @@ class Experiment:
 
     def run(self) -> None:
         """All parts, the most valuable first."""
-        if self._part("answers", self._lab.answer, 90.0) is None:
+        if self._part("answers", self._lab.answer, 90.0, needed=True) is None:
             return
-        self._part("baselines", lambda: baselines(self._lab), 45.0)
+        self._part("baselines", lambda: baselines(self._lab), 45.0, needed=True)
         rates = {side: self._tuned(side) for side in ("draftline", "specforge")}
         ours = rates["draftline"]
         if ours is None:
@@ -178,11 +178,11 @@ class Experiment:
     def _replicas(self, kind: str, drafters: int, rate: float, n_rows: int, cost_s: float) -> None:
         self._part(f"sync-{kind}-{drafters}", lambda: replicas(self._lab, kind, drafters, rate, n_rows), cost_s)
 
-    def _part(self, name: str, measure: Any, cost_s: float) -> Figures | None:
+    def _part(self, name: str, measure: Any, cost_s: float, *, needed: bool = False) -> Figures | None:
         self.names.append(name)
         if self._only and not name.startswith(self._only):
             return self._store.find(name)
-        return self._store.part(name, measure, cost_s=0.0 if self._lab.settings is TINY else cost_s)
+        return self._store.part(name, measure, cost_s=0.0 if self._lab.settings is TINY else cost_s, needed=needed)
 
 
 def make_lab(chosen: argparse.Namespace) -> Lab:

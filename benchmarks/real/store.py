@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftline.errors import RunFailedError, UserError
+from draftline.errors import DraftlineError, UserError
 
 Figures = dict[str, Any]
 SCHEMA_VERSION = 1
 
 
-# What a part may end in. Whatever else is raised ends the run, a user's mistake among it: all parts would meet it.
-FAILURES = (RunFailedError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+# What a part may end in; whatever else is raised ends the run.
+FAILURES = (DraftlineError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class UnavailableError(Exception):
@@ -103,11 +103,15 @@ class Store:
         path = self.path(name)
         return read_json(path, ("part_s", "environment")) if path.is_file() else None
 
-    def part(self, name: str, measure: Callable[[], Figures], *, cost_s: float) -> Figures | None:
+    def part(self, name: str, measure: Callable[[], Figures], *, cost_s: float, needed: bool = False) -> Figures | None:
         """The figures of a part, measured now or earlier; None if there is no time left, it cannot run here, or failed.
 
         Args:
             cost_s: what it takes at most, as far as known.
+            needed: by all others: a mistake of the user that it meets ends the run.
+
+        Raises:
+            UserError: as `needed` says.
         """
         found = self.find(name)
         if found is not None:
@@ -123,7 +127,9 @@ class Store:
         except UnavailableError as error:
             print(f"{name}: skipped, {error}", flush=True)
             return None
-        except FAILURES:  # the other parts are still worth their seconds; the exit code tells
+        except FAILURES as error:  # the other parts are still worth their seconds; the exit code tells
+            if needed and isinstance(error, UserError):
+                raise
             traceback.print_exc(file=sys.stdout)
             self.failed.append(name)
             return None

@@ -89,6 +89,16 @@ def test_a_part_that_fails_is_told_and_does_not_stop_the_others(real, tmp_path, 
     assert store.failed == ["bad"] and "out of memory" in capsys.readouterr().out
 
 
+def test_a_mistake_ends_the_run_in_a_part_that_all_others_need_and_in_no_other(real, tmp_path):
+    def mistaken():
+        raise UserError("no such file", where="prompts.jsonl")
+
+    store = store_in(real, tmp_path)
+    assert store.part("one of many", mistaken, cost_s=1.0) is None and store.failed == ["one of many"]
+    with pytest.raises(UserError, match="no such file"):
+        store.part("answers", mistaken, cost_s=1.0, needed=True)
+
+
 def test_the_recommended_recipe_takes_the_best_of_each_group_if_it_helps(real):
     scores = {variant.name: 3.0 for variant in real.variants.ABLATIONS}
     scores |= {"kl-0.15": 3.2, "kl-0.5": 3.4, "gamma-4": 3.3, "block-32": 3.25, "cap-0.1": 3.01}
