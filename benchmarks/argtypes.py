@@ -33,6 +33,11 @@ def positive(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    return 0.0 if text.strip() in ("0", "0.0") else positive(text)
+
+
 def json_file(text: str) -> Path:
     """A file to write, in a folder that exists: an hour of measuring must not end in a missing folder."""
     path = Path(text)

@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--output", type=json_file)
     arguments = parser.parse_args()
     kinds = arguments.kinds
+    if "threads" not in kinds or len(kinds) < 2:
+        parser.error("--kinds: threads and at least one other, for the others are measured against threads")
     speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
     work = Path(tempfile.mkdtemp())
     for number in range(arguments.rounds):

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 
-from argtypes import json_file, positive
+from argtypes import json_file, not_negative, positive
 from draftline.capacity import Rates, Rounds, expect
 from draftline.config.schema import OptimizerConfig
 from draftline.drafter.loop import DrafterTrainLoop, TrainedRow
@@ -304,8 +304,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive, default=30.0, help="of the stages' own time in a run")
     parser.add_argument("--drafter-s", type=positive, default=0.15)
     parser.add_argument("--target-s", type=positive, default=None, help="measure this pair of stage times only")
-    parser.add_argument("--averaging-s", type=float, default=0.02)
-    parser.add_argument("--jitter", type=float, default=0.1)
+    parser.add_argument("--averaging-s", type=not_negative, default=0.02)
+    parser.add_argument("--jitter", type=not_negative, default=0.1)
     arguments = parser.parse_args()
     load = os.getloadavg()
     found = {}

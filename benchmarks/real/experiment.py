@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from argtypes import positive
-from draftline.errors import DraftlineError, UserError
+from draftline.errors import DraftlineError
 from lab import Lab
 from measure import environment
 from parts import ablation, baselines, best_of, dev_scores, long_run, main_run, make_trainer, tune, with_seed
@@ -24,7 +24,37 @@ Figures = dict[str, Any]
 # Seconds beside the training itself, on an H200, on the safe side: warm-up of a new shape, walks, decoding.
 NEW_SHAPE_S, WALK_S, DECODE_S = 25.0, 7.0, 40.0
 SEEDS = (1, 2)
+# Kinds of synchronisation, and drafters.
+REPLICAS = (("average", 1), *((k, d) for d in (2, 3) for k in ("average", "often", "copy", "gradient")))
 LEAST_GAIN = 0.01
+
+
+def known_parts() -> list[str]:
+    """Names of all parts that a run may have."""
+    changes = [variant.name for variant in ABLATIONS]
+    mains = ("specforge", "draftline", "ddtree", "recommended")
+    seeds = [f"seed{seed}-{name}" for seed in (0, *SEEDS) for name in (*changes, "ddtree", "recommended")]
+    syncs = [f"sync-{kind}-{drafters}" for kind, drafters in REPLICAS]
+    return [
+        "answers",
+        "baselines",
+        *(f"tune-{side}" for side in mains[:2]),
+        *(f"main-{side}" for side in mains),
+        *(f"ablation-{name}" for name in changes),
+        *seeds,
+        "pipeline",
+        *syncs,
+        "long-recommended",
+    ]
+
+
+def part_names(text: str) -> tuple[str, ...]:
+    """`--parts`: beginnings of known names; none: all."""
+    starts = tuple(filter(None, text.split(",")))
+    unknown = [start for start in starts if not any(name.startswith(start) for name in known_parts())]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no part begins with {', '.join(unknown)}; known: {', '.join(known_parts())}")
+    return starts
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -36,7 +66,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--merged", type=Path, default=None, help="all parts in one file; default OUTPUT/results.json")
     parser.add_argument("--answers", type=Path, default=None, help="default OUTPUT/answers.jsonl.gz")
     parser.add_argument("--budget-s", type=positive, default=1500.0, help="no part starts that would end later")
-    parser.add_argument("--parts", default="", help="only parts whose names begin with one of these, comma-separated")
+    parser.add_argument(
+        "--parts", type=part_names, default=(), help="only parts whose names begin with one of these, comma-separated"
+    )
     parser.add_argument(
         "--recommend-early", action="store_true", help="choose a recipe from those ablations that there are"
     )
@@ -50,9 +82,6 @@ class Experiment:
     Args:
         only: beginnings of part names; empty: all.
         recommend_early: do not wait for all ablations, and leave time for the recipe that is chosen.
-
-    Attributes:
-        names: parts that were reached, whether or not they ran.
     """
 
     def __init__(self, lab: Lab, store: Store, only: tuple[str, ...], *, recommend_early: bool) -> None:
@@ -62,7 +91,6 @@ class Experiment:
         wanted = recommend_early and store.find("main-recommended") is None
         self._reserve_s = self._main_cost_s() + NEW_SHAPE_S if wanted else 0.0
         self._shapes: set[tuple[int, int]] = set()
-        self.names: list[str] = []
 
     def run(self) -> None:
         """All parts, the most valuable first."""
@@ -169,17 +197,13 @@ class Experiment:
             return
         n_rows, cost_s = int(scored["plain"]["steps"]), self._settings.ablation_s + WALK_S
         self._part("pipeline", lambda: pipeline_run(self._lab, rate, n_rows), 2 * cost_s)
-        for kind, drafters in (
-            ("average", 1),
-            *((k, d) for d in (2, 3) for k in ("average", "often", "copy", "gradient")),
-        ):
+        for kind, drafters in REPLICAS:
             self._replicas(kind, drafters, rate, n_rows, cost_s + 2.0 * drafters)
 
     def _replicas(self, kind: str, drafters: int, rate: float, n_rows: int, cost_s: float) -> None:
         self._part(f"sync-{kind}-{drafters}", lambda: replicas(self._lab, kind, drafters, rate, n_rows), cost_s)
 
     def _part(self, name: str, measure: Any, cost_s: float, *, needed: bool = False) -> Figures | None:
-        self.names.append(name)
         if self._only and not name.startswith(self._only):
             return self._store.find(name)
         return self._store.part(name, measure, cost_s=0.0 if self._lab.settings is TINY else cost_s, needed=needed)
@@ -207,13 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         store.restore()
-        only = tuple(filter(None, chosen.parts.split(",")))
-        experiment = Experiment(lab, store, only, recommend_early=chosen.recommend_early)
-        experiment.run()
-        unknown = [start for start in only if not any(name.startswith(start) for name in experiment.names)]
-        if unknown:
-            mend = f"the parts that can run now are {', '.join(experiment.names)}"
-            raise UserError(f"no part begins with {', '.join(unknown)}", where="--parts", mend=mend)
+        Experiment(lab, store, chosen.parts, recommend_early=chosen.recommend_early).run()
     except DraftlineError as error:
         print(f"real: {error}")
         return error.exit_code

@@ -101,11 +101,15 @@ def _unpack(archive: Path, path: Path) -> None:
     try:
         with gzip.open(archive, "rb") as packed, temporary.open("wb") as plain:
             shutil.copyfileobj(packed, plain)
-    except (EOFError, OSError, zlib.error) as error:
-        temporary.unlink(missing_ok=True)
-        what = f"is no whole archive: {error}"
-        raise UserError(what, where=str(archive), mend="put a whole one back, or delete it to answer again") from None
-    temporary.rename(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        what, mend = f"is no whole archive: {error}", "put a whole one back, or delete it to answer again"
+    except OSError as error:
+        what, mend = f"cannot be unpacked: {error}", f"make room and see who may write to {path.parent}"
+    else:
+        temporary.rename(path)
+        return
+    temporary.unlink(missing_ok=True)
+    raise UserError(what, where=str(archive), mend=mend)
 
 
 def answer_more(files: PromptFiles, settings: Settings, target: TargetConfig, device: str) -> None:

@@ -66,10 +66,10 @@ def marked(name: str, lines: list[str]) -> str:
 
 
 def fill(page: str, name: str, lines: list[str]) -> str:
-    """The page with a section's lines replaced. Raises KeyError if the page lacks it."""
+    """The page with a section's lines replaced. Raises UserError if the page lacks it."""
     pattern = re.compile(rf"<!-- begin {name} -->.*?<!-- end {name} -->", re.DOTALL)
     if not pattern.search(page):
-        raise KeyError(f"the page has no section {name}")
+        raise UserError(f"has no section {name}", where="results.md", mend="put its marks back, or move the page away")
     return pattern.sub(lambda _: marked(name, lines), page)
 
 
@@ -128,7 +128,9 @@ def write_page(parts: Figures, docs: Path) -> None:
     try:
         text = updated_page(page.read_text(encoding="utf-8"), parts) if page.is_file() else new_page(parts)
     except KeyError as error:
-        raise UserError(error.args[0], where=str(page), mend="put its marks back, or move the page away") from None
+        raise UserError(
+            f"lack the figure {error}", where="results", mend="let run.py measure that part again"
+        ) from None
     page.write_text(text, encoding="utf-8")
     plot(parts, docs)
 

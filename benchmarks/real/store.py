@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftline.errors import DraftlineError, UserError
+from draftline.errors import DraftlineError, RunStoppedError, UserError
 
 Figures = dict[str, Any]
 SCHEMA_VERSION = 1
@@ -45,11 +45,14 @@ def read_json(path: Path, keys: tuple[str, ...]) -> Figures:
         raise UserError(
             f"cannot be read: {error}", where=str(path), mend="move it away, or put a whole one back"
         ) from None
-    missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+    if not isinstance(found, dict):
+        found = {}
+    missing = [key for key in keys if key not in found]
+    missing += [key for key in ("settings", "parts", "environment") if not isinstance(found.get(key, {}), dict)]
     if missing:
         what = f"is no file of results (no {', '.join(missing)})"
         raise UserError(what, where=str(path), mend="move it away, or put the right one back")
-    return dict(found)
+    return found
 
 
 @dataclass
@@ -127,6 +130,8 @@ class Store:
         except UnavailableError as error:
             print(f"{name}: skipped, {error}", flush=True)
             return None
+        except RunStoppedError:
+            raise
         except FAILURES as error:  # the other parts are still worth their seconds; the exit code tells
             if needed and isinstance(error, UserError):
                 raise

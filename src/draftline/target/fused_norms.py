@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -38,19 +39,25 @@ def with_fused_norms(decoder: Any) -> Any:
 
     Weights and all other modules are shared. Norms of another formula (1 + weight, a gate, a bias) stay as they are.
     """
-    known: dict[tuple[type, int, float], bool] = {}
+    known: dict[Hashable, bool] = {}
 
     def fused(module: nn.Module) -> nn.Module:
         eps = _eps_of(module)
         if eps is None:
             return module
         weight_N = module.get_parameter("weight")
-        key = (type(module), weight_N.numel(), eps)
+        settings = {n: v for n, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        key = (type(module), weight_N.numel(), tuple(sorted(settings.items())))
         if key not in known:
             known[key] = _is_rms_norm(module, eps)
         return FusedNorm(weight_N, eps) if known[key] else module
 
     return twin(decoder, fused)
+
+
+def count_fused(decoder: nn.Module) -> int:
+    """How many norms of a twin run in one kernel."""
+    return sum(isinstance(module, FusedNorm) for module in decoder.modules())
 
 
 def _eps_of(module: nn.Module) -> float | None:
@@ -67,7 +74,7 @@ def _eps_of(module: nn.Module) -> float | None:
 def _is_rms_norm(module: nn.Module, eps: float) -> bool:
     """Whether the module is `rms_norm` to rounding, for weights and inputs made up on the CPU in fp32.
 
-    One input is so small that the place of epsilon matters.
+    One input is so small that the place of epsilon matters. A module that does not take such an input is none.
     """
     generator = torch.Generator().manual_seed(0)
     width = module.get_parameter("weight").numel()
@@ -76,5 +83,13 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
     trial = copy.copy(module)
     trial._parameters = {"weight": nn.Parameter(weight_N, requires_grad=False)}
     with torch.no_grad():
-        got, want = trial(hidden_3N), F.rms_norm(hidden_3N, (width,), weight_N, eps)
-    return got.shape == want.shape and bool(((got - want).norm(dim=-1) <= _TRIAL_TOLERANCE * want.norm(dim=-1)).all())
+        want = F.rms_norm(hidden_3N, (width,), weight_N, eps)
+        try:
+            got = trial(hidden_3N)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+            return False
+    return (
+        isinstance(got, torch.Tensor)
+        and got.shape == want.shape
+        and bool(((got - want).norm(dim=-1) <= _TRIAL_TOLERANCE * want.norm(dim=-1)).all())
+    )

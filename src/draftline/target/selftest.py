@@ -30,6 +30,7 @@ from draftline.errors import RunFailedError, UserError
 from draftline.records import FrozenHead, HiddenStateRow, PlannedRow
 from draftline.target.capture import CaptureLayout, SampleLike, TargetCapture, fallback_layouts, natural_layout
 from draftline.target.facts import first_line
+from draftline.target.fused_norms import count_fused, with_fused_norms
 from draftline.target.load import LoadedTarget
 
 _LENGTHS = (24, 9, 31, 14)
@@ -150,6 +151,9 @@ def self_test(
     if tolerance is None:
         raise UserError(f"no self-test for a target in {target.dtype}", mend="set target.dtype")
     checker = _Checker(target, tolerance)
+    if target.config.fused_norms and make_capture is None:
+        fused = count_fused(with_fused_norms(target.decoder))
+        checker.notes.append(f"target.fused_norms: {fused or 'no'} norms of this target can run in one kernel each")
     samples = probe_samples(target.facts.vocab_size)
     truths = [_model_truth(target, sample) for sample in samples]
     embedding_error = _check_embedding(checker, samples, truths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,3 +109,11 @@ def test_a_cut_archive_of_answers_leaves_nothing_in_the_way_of_a_whole_one(bench
         assert not list(files.folder.iterdir())
     archive.write_bytes(whole)
     assert benchmarks.prompts.answer_all(files, None, None, "cpu") == {"from": "kept answers", "answers": 500}
+
+
+def test_parts_are_known_by_their_beginnings(benchmarks):
+    results = json.loads((BENCHMARKS / "results" / "real" / "results.json").read_text())
+    assert set(results["parts"]) <= set(benchmarks.experiment.known_parts())
+    assert benchmarks.experiment.part_names("main,sync-often") == ("main", "sync-often")
+    with pytest.raises(argparse.ArgumentTypeError, match="no part begins with nosuch; known: answers, baselines"):
+        benchmarks.experiment.part_names("main,nosuch")

@@ -279,7 +279,7 @@ def test_the_page_has_every_section_and_keeps_what_people_wrote(real, tmp_path):
     parts["main-draftline"] = main_figures(4.0)
     again = real.report.updated_page(written, parts)
     assert "A surprise: none." in again and "1.600 times (asked: 1.15)" in again
-    with pytest.raises(KeyError, match="no section promises"):
+    with pytest.raises(UserError, match="no section promises"):
         real.report.updated_page("<!-- begin environment --><!-- end environment -->", parts)
 
 

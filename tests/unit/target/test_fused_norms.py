@@ -72,6 +72,19 @@ def test_norms_of_another_formula_stay(load_tiny: LoadTiny):
     assert with_fused_norms(decoder) is decoder  # 1 + weight
 
 
+def test_each_norm_of_a_class_is_tried_whose_settings_differ():
+    assert fused_in(with_fused_norms(nn.Sequential(Norm(), Norm("one plus weight"), Norm()))) == ["0", "2"]
+
+
+def test_a_norm_that_takes_other_inputs_stays():
+    class Picky(Norm):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            raise ValueError("three dimensions")
+
+    module = nn.Sequential(Picky())
+    assert with_fused_norms(module) is module
+
+
 def test_norms_that_somebody_hooked_stay():
     module = nn.Sequential(Norm())
     module[0].register_forward_hook(lambda *_: None)
@@ -83,6 +96,12 @@ def test_the_self_test_proves_the_norms_against_the_models_own(load_tiny: LoadTi
     report = self_test(load_tiny("qwen3", dtype=dtype, fused_norms=True), (0, 2))
     assert max(report.tap_errors.values()) <= 1e-5  # of the exact form, in which taps and head are proved
     assert report.layout_error <= (1e-5 if dtype == "float32" else 0.02)
+    assert report.notes == ("target.fused_norms: 17 norms of this target can run in one kernel each",)
+
+
+def test_a_target_without_such_norms_is_told(load_tiny: LoadTiny):
+    (note,) = self_test(load_tiny("gemma3_multimodal", fused_norms=True), (0, 2)).notes
+    assert note == "target.fused_norms: no norms of this target can run in one kernel each"
 
 
 def test_the_self_test_refuses_norms_that_are_another_formula(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch):
