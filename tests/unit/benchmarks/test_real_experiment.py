@@ -347,6 +347,8 @@ def test_the_long_run_is_compared_with_a_lookup_along_its_own_answers(real):
 def test_the_page_tells_what_it_took_from_nothing_and_the_long_run_apart(real):
     parts = made_up_parts(real)
     assert not [line for line in real.tables.verdicts(parts) if "from nothing" in line]
-    parts["answers"] = {"part_s": 80.4, "environment": ENVIRONMENT}
+    parts["answers"] = {"from": "kept answers", "part_s": 80.4, "environment": ENVIRONMENT}
     parts["baselines"]["part_s"], parts["long-recommended"]["part_s"] = 20.2, 300.0
+    assert not [line for line in real.tables.verdicts(parts) if "from nothing" in line]
+    parts["answers"]["from"] = "the target"
     assert "- 2 parts from nothing in 101 s (asked: 1500); the long run 300 s more." in real.tables.verdicts(parts)
