@@ -360,9 +360,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", type=one_of(PARTS), default=PARTS, help="comma-separated")
     parser.add_argument("--rounds", type=whole(1), default=7)
     parser.add_argument("--no-fp8", action="store_true")
-    parser.add_argument(
-        "--timed", type=one_of(TIMED), default=TIMED, help="without the optimizer (step), with it, both"
-    )
+    parser.add_argument("--timed", type=one_of(TIMED), default=TIMED, help="without the optimizer, with it")
     return parser.parse_args()
 
 

@@ -31,6 +31,7 @@ class FusedNorm(nn.Module):
         self.weight, self.eps = weight_N, eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., N], normed and weighted, [..., N]."""
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
