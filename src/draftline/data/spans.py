@@ -14,13 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from draftline.data.messages import REASONING_FIELDS, Message, Turns
 from draftline.data.template import ChatTemplate, TemplateRefusedError
 
-_MARKER = "Zdraftlinemarkerz"
 _THINK_BEGIN, _THINK_END, _NEAR = "<think>", "</think>", 32
 _EMPTY_THINKING = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 
@@ -88,13 +87,20 @@ def _locate(template: ChatTemplate, messages: Sequence[Message], tools: Tools, t
     return _locate_by_marker(template, messages, tools, text, index)
 
 
+def _marker_for(text: str) -> str:
+    """A word that stands nowhere in a rendered conversation, which may be about any word."""
+    words = (f"Zdraftline{number}markerz" for number in count())
+    return next(word for word in words if word not in text)
+
+
 def _locate_parts_by_marker(
     template: ChatTemplate, messages: Sequence[Message], tools: Tools, text: str, index: int
 ) -> Place | None:
     """A turn of several parts, from where a plain content would begin."""
-    plain = {"role": "assistant", "content": _MARKER}
+    marker = _marker_for(text)
+    plain = {"role": "assistant", "content": marker}
     marked = _render_or_none(template, [*messages[:index], plain, *messages[index + 1 :]], tools, ask=False)
-    before, found, _ = (marked or "").partition(_MARKER)
+    before, found, _ = (marked or "").partition(marker)
     if not found or not text.startswith(before):
         return None
     if index < len(messages) - 1:
@@ -113,9 +119,10 @@ def _locate_by_stop(
     end = next((match for match in found if template.special_ids[match.group()] in template.stop_ids), None)
     if end is None:
         return None
-    swapped = [*messages[: index + 1], {**messages[index + 1], "content": _MARKER}, *messages[index + 2 :]]
+    marker = _marker_for(text)
+    swapped = [*messages[: index + 1], {**messages[index + 1], "content": marker}, *messages[index + 2 :]]
     marked = _render_or_none(template, swapped, tools, ask=False)
-    if marked is None or _MARKER not in marked or not marked.startswith(text[: end.end()]):
+    if marked is None or marker not in marked or not marked.startswith(text[: end.end()]):
         return None
     return _fit(template, messages[index], text, begin, end.end())
 
@@ -123,12 +130,12 @@ def _locate_by_stop(
 def _locate_by_marker(
     template: ChatTemplate, messages: Sequence[Message], tools: Tools, text: str, index: int
 ) -> Place | None:
-    content = str(messages[index]["content"])
-    swapped = [*messages[:index], {**messages[index], "content": _MARKER}, *messages[index + 1 :]]
+    content, marker = str(messages[index]["content"]), _marker_for(text)
+    swapped = [*messages[:index], {**messages[index], "content": marker}, *messages[index + 1 :]]
     marked = _render_or_none(template, swapped, tools, ask=False)
-    if marked is None or marked.count(_MARKER) != 1:
+    if marked is None or marked.count(marker) != 1:
         return None
-    before, _, after = marked.partition(_MARKER)
+    before, _, after = marked.partition(marker)
     start, stop = len(before), len(text) - len(after)
     if stop <= start or not (text.startswith(before) and text.endswith(after)):
         return None

@@ -81,6 +81,18 @@ def test_any_text_is_masked_exactly(case: tuple[str, str], turns: list[str]) -> 
     assert found == [text.strip() for text in turns[1::2]]
 
 
+@pytest.mark.parametrize("word", ["Zdraftline0markerz", "Zdraftline0markerz and Zdraftline1markerz"])
+@pytest.mark.parametrize("case", [c[1:3] for c in PLAIN_CASES], ids=[c[0] for c in PLAIN_CASES])
+def test_a_conversation_about_the_words_that_mark_a_turn_is_masked_as_any_other(
+    case: tuple[str, str], word: str
+) -> None:
+    tokenizer = kit.tokenizer_with(case[0], eos=case[1])
+    for turns in (["one", "two", "three", word], [word, "two"], [word, word, word, word]):
+        spelled = kit.supervised(tokenizer, encode(tokenizer, kit.talk(*turns)))
+        assert len(spelled) == len(turns) // 2
+        assert all(text.strip().startswith(turn) for text, turn in zip(spelled, turns[1::2], strict=True))
+
+
 def test_a1_mask_of_every_position_by_hand() -> None:
     tokenizer = kit.tokenizer_with(kit.CHATML)
     encoded = encode(tokenizer, kit.talk("no", "yes"))
