@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,18 +25,27 @@ def whole(least: int) -> Callable[[str], int]:
 
 def positive(text: str) -> float:
     """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
+    value = _number(text)
+    if value is None or value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
 def not_negative(text: str) -> float:
     """A number of at least 0."""
-    return 0.0 if text.strip() in ("0", "0.0") else positive(text)
+    value = _number(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _number(text: str) -> float | None:
+    """None for what is no finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def json_file(text: str) -> Path:

@@ -18,6 +18,7 @@ from prompts import PromptFiles
 from settings import TINY, Settings
 from several import pipeline_run, replicas
 from store import Store
+from tables import MAINS
 from variants import ABLATIONS, DDTREE, PLAIN, Variant, combine
 
 Figures = dict[str, Any]
@@ -32,7 +33,7 @@ LEAST_GAIN = 0.01
 def known_parts() -> list[str]:
     """Names of all parts that a run may have."""
     changes = [variant.name for variant in ABLATIONS]
-    mains = ("specforge", "draftline", "ddtree", "recommended")
+    mains = [name for name, _ in MAINS]
     seeds = [f"seed{seed}-{name}" for seed in (0, *SEEDS) for name in (*changes, "ddtree", "recommended")]
     syncs = [f"sync-{kind}-{drafters}" for kind, drafters in REPLICAS]
     return [

@@ -45,7 +45,10 @@ def test_a_count_is_a_whole_number_above_zero(benchmarks, text):
 def test_seconds_are_a_number_above_zero(benchmarks, text):
     with pytest.raises(argparse.ArgumentTypeError, match="not a number above 0"):
         benchmarks.argtypes.positive(text)
-    assert benchmarks.argtypes.positive("0.5") == 0.5
+    assert benchmarks.argtypes.positive("0.5") == 0.5 and benchmarks.argtypes.not_negative("0.00") == 0.0
+    if text != "0":
+        with pytest.raises(argparse.ArgumentTypeError, match="not a number of at least 0"):
+            benchmarks.argtypes.not_negative(text)
 
 
 def test_names_are_known_ones(benchmarks):

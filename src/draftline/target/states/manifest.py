@@ -32,6 +32,7 @@ class StatesIdentity(_Record):
         fingerprint: of the target's weights.
         quantization: what loading made of them (`target.quantization`); None: as the files are.
         backend: where the target ran (`target.backend`); the last bits differ between them.
+        fused_norms: norms ran in one kernel each (`target.fused_norms`); the last bits differ here, too.
         taps: 0-based layers whose output is kept.
         final_norm: "post": the last hidden state is kept, after the final norm; None: it is not kept.
         dtype: of the numbers on disk; fp8 has a scale for each token and tap.
@@ -51,6 +52,7 @@ class StatesIdentity(_Record):
     dtype: StoredDtype
     compute_dtype: Literal["float32", "bfloat16", "float16"]
     data: str
+    fused_norms: bool = False
 
 
 class StatesShard(_Record):
